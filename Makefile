@@ -1,0 +1,42 @@
+# Two commands do all the set-up: `make run` and `make test`.
+PYTHON  ?= python3
+VENV    := .venv
+BIN     := $(VENV)/bin
+LISTEN  ?= 127.0.0.1:8080
+MODEL   ?= native/models/strata-tiny-moe-Q4_0.gguf
+JOBS    ?= $(shell nproc)
+export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv build run test lint clean
+
+help: ## show this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check scikit-build-core cffi
+
+venv: $(BIN)/python
+
+# Native sources and the packaging decide whether to build again; Python sources are used in place.
+NATIVE := $(shell find native -name '*.[ch]' -o -name 'CMakeLists.txt' -o -name '*.inc' -o -name '_binding.py')
+$(VENV)/.built: $(BIN)/python pyproject.toml $(NATIVE)
+	$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation -e '.[test]'
+	@touch $@
+
+build: $(VENV)/.built ## build the engine and install everything into .venv
+
+run: build ## start stratad on the embedded model at LISTEN (127.0.0.1:8080)
+	@$(BIN)/python -m stratad.tools.run --model '$(MODEL)' --listen '$(LISTEN)'
+
+test: build ## run every test that needs no GPU
+	$(BIN)/python -m pytest -n $(JOBS) tests
+
+lint: build ## ruff, mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean: ## remove the build and the virtual environment
+	rm -rf build $(VENV) .run

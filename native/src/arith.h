@@ -1,0 +1,305 @@
+/* The specification of Strata's arithmetic: every float operation of the forward pass, scalar, in the one order.
+ *
+ * Shared by C and CUDA. A kernel is right when it gives these bits. `native/ARITHMETIC.md` states the rules in words;
+ * the rule numbers below are its. Readable first, fast never: the kernels are fast.
+ *
+ * Compile with -ffp-contract=off (nvcc: -fmad=false): a fused multiply-add exists only where ST_FMA is written. */
+#ifndef ST_ARITH_H
+#define ST_ARITH_H
+
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+#define ST_ARITH_VERSION 1
+
+#ifdef __CUDACC__
+#define ST_HD __host__ __device__ static inline
+#else
+#define ST_HD static inline
+#endif
+#ifdef __CUDA_ARCH__
+#define ST_FMA(a, b, c) __fmaf_rn(a, b, c)
+#else
+#define ST_FMA(a, b, c) fmaf(a, b, c)
+#endif
+
+enum {
+    ST_QBLOCK = 32,     /* values under one activation scale */
+    ST_SEGMENT = 256,   /* values summed from 0 before a segment joins the row's total */
+    ST_STRIDE = 32,     /* partial sums of a float dot product */
+    ST_SUMCHUNK = 4096, /* longest run of a float sum before chunks are added in order */
+    ST_POSBLOCK = 64,   /* positions of an attention block, counted from position 0 */
+    ST_SPAN = 8,        /* blocks folded into one span before spans are folded */
+    ST_KVGROUP = 64,    /* values under one K, V or query scale */
+    ST_KEYSEG = 32      /* key rows of a recurrent sum before segments are added */
+};
+
+/* 2^-100: an amplitude below this is stored as all zero. */
+#define ST_TINY 7.888609052210118e-31f
+
+ST_HD uint32_t st_f2bits(float f) { uint32_t u; memcpy(&u, &f, 4); return u; }
+ST_HD float st_bits2f(uint32_t u) { float f; memcpy(&f, &u, 4); return f; }
+
+/* IEEE half to float, exact. */
+ST_HD float st_h2f(uint16_t h) {
+    uint32_t sign = (uint32_t)(h & 0x8000u) << 16, exp = (h >> 10) & 31u, man = h & 1023u;
+    if (exp == 31) return st_bits2f(sign | 0x7f800000u | (man << 13));
+    if (exp) return st_bits2f(sign | ((exp + 112u) << 23) | (man << 13));
+    float f = (float)man * 5.9604644775390625e-8f; /* 2^-24: subnormal halves are exact floats */
+    return sign ? -f : f;
+}
+
+/* Float to IEEE half, round to nearest even; overflow becomes infinity, NaN a quiet NaN. */
+ST_HD uint16_t st_f2h(float f) {
+    uint32_t u = st_f2bits(f), sign = (u >> 16) & 0x8000u, a = u & 0x7fffffffu;
+    if (a > 0x7f800000u) return (uint16_t)(sign | 0x7e00u);
+    if (a >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);
+    if (a >= 0x38800000u) { /* normal half */
+        uint32_t r = a + 0xfffu + ((a >> 13) & 1u);
+        return (uint16_t)(sign | ((r - 0x38000000u) >> 13));
+    }
+    if (a < 0x33000000u) return (uint16_t)sign;
+    uint32_t e = a >> 23, m = (a & 0x7fffffu) | 0x800000u, shift = 126u - e; /* 14..24 */
+    uint32_t q = m >> shift, rest = m & ((1u << shift) - 1u), half = 1u << (shift - 1u);
+    if (rest > half || (rest == half && (q & 1u))) q++;
+    return (uint16_t)(sign | q);
+}
+
+/* ---- elementary functions (rule 1) -------------------------------------------------------------------------- */
+
+/* exp(x), relative error <= 1.2e-7 over [-87, 88]; 0 below, clamped above; NaN stays NaN.
+ * Cody-Waite reduction by ln 2 in two parts, degree 6 polynomial (coefficients: Cephes expf, Moshier). */
+ST_HD float st_exp(float x) {
+    if (!(x >= -87.0f)) return x != x ? x : 0.0f;
+    if (x > 88.0f) x = 88.0f;
+    float n = rintf(x * 1.44269504088896341f);
+    float r = ST_FMA(n, -0.693359375f, x);
+    r = ST_FMA(n, 2.12194440e-4f, r);
+    float p = 1.9875691500e-4f;
+    p = ST_FMA(p, r, 1.3981999507e-3f);
+    p = ST_FMA(p, r, 8.3334519073e-3f);
+    p = ST_FMA(p, r, 4.1665795894e-2f);
+    p = ST_FMA(p, r, 1.6666665459e-1f);
+    p = ST_FMA(p, r, 5.0000001201e-1f);
+    float y = ST_FMA(p, r * r, r) + 1.0f;
+    return y * st_bits2f((uint32_t)((int32_t)n + 127) << 23);
+}
+
+ST_HD float st_sigmoid(float x) { return 1.0f / (1.0f + st_exp(-x)); }
+ST_HD float st_silu(float x) { return x / (1.0f + st_exp(-x)); }
+
+/* log(1 + e^x) = max(x, 0) + log1p(e^-|x|); log1p(e) = 2 atanh(e / (2 + e)) by its series to degree 15, where
+ * e / (2 + e) <= 1/3. Relative error <= 4e-7. */
+ST_HD float st_softplus(float x) {
+    float e = st_exp(x > 0.0f ? -x : x);
+    float s = e / (2.0f + e), q = s * s;
+    float p = 1.0f / 15.0f;
+    p = ST_FMA(p, q, 1.0f / 13.0f);
+    p = ST_FMA(p, q, 1.0f / 11.0f);
+    p = ST_FMA(p, q, 1.0f / 9.0f);
+    p = ST_FMA(p, q, 1.0f / 7.0f);
+    p = ST_FMA(p, q, 1.0f / 5.0f);
+    p = ST_FMA(p, q, 1.0f / 3.0f);
+    p = ST_FMA(p, q, 1.0f);
+    float l = (2.0f * s) * p;
+    return x > 0.0f ? x + l : l;
+}
+
+/* ---- sums (rules 4, 5) -------------------------------------------------------------------------------------- */
+
+/* Halving tree over 32 partial sums: 16, 8, 4, 2, 1. Destroys p. */
+ST_HD float st_tree32(float *p) {
+    for (int w = ST_STRIDE / 2; w; w >>= 1)
+        for (int i = 0; i < w; i++) p[i] += p[i + w];
+    return p[0];
+}
+
+/* <a, b> in 32 strided partial sums by fma, then the tree; above 4,096 values chunks are added in order. */
+ST_HD float st_dot(const float *a, const float *b, int n) {
+    float total = 0.0f;
+    for (int c = 0; c < n; c += ST_SUMCHUNK) {
+        float p[ST_STRIDE] = {0};
+        int end = n - c < ST_SUMCHUNK ? n : c + ST_SUMCHUNK;
+        for (int i = c; i < end; i++) p[(i - c) % ST_STRIDE] = ST_FMA(a[i], b[i], p[(i - c) % ST_STRIDE]);
+        total += st_tree32(p);
+    }
+    return total;
+}
+
+/* Sum of a in the same order. */
+ST_HD float st_sum(const float *a, int n) {
+    float total = 0.0f;
+    for (int c = 0; c < n; c += ST_SUMCHUNK) {
+        float p[ST_STRIDE] = {0};
+        int end = n - c < ST_SUMCHUNK ? n : c + ST_SUMCHUNK;
+        for (int i = c; i < end; i++) p[(i - c) % ST_STRIDE] += a[i];
+        total += st_tree32(p);
+    }
+    return total;
+}
+
+/* 1 / sqrt(mean(x^2) + eps): RMSNorm(x, w) = (x * r) * w. */
+ST_HD float st_rms_scale(const float *x, int n, float eps) {
+    return 1.0f / sqrtf(st_dot(x, x, n) / (float)n + eps);
+}
+
+/* 1 / sqrt(sum(x^2) + 1e-6): the L2 norm of the gated delta net's queries and keys. */
+ST_HD float st_l2_scale(const float *x, int n) { return 1.0f / sqrtf(st_dot(x, x, n) + 1e-6f); }
+
+/* ---- integer products (rules 2, 3) -------------------------------------------------------------------------- */
+
+/* Largest |x| as an integer maximum of the absolute bits (so that every order gives the same). */
+ST_HD float st_amax(const float *x, int n) {
+    uint32_t m = 0;
+    for (int i = 0; i < n; i++) {
+        uint32_t a = st_f2bits(x[i]) & 0x7fffffffu;
+        if (a > m) m = a;
+    }
+    return st_bits2f(m);
+}
+
+/* One block of activations to int8: scale amax / 127, codes rint(x * (127 / amax)); all zero below 2^-100 and for
+ * a non-finite amax (the caller has already seen to it that the request ends). Returns the scale, *sum = sum of codes. */
+ST_HD float st_quantize_block(const float *x, int n, int8_t *q, int32_t *sum) {
+    float amax = st_amax(x, n);
+    int32_t s = 0;
+    if (!(amax >= ST_TINY && amax <= 3.4028235e38f)) {
+        for (int i = 0; i < n; i++) q[i] = 0;
+        *sum = 0;
+        return 0.0f;
+    }
+    float inv = 127.0f / amax;
+    for (int i = 0; i < n; i++) {
+        q[i] = (int8_t)(int32_t)rintf(x[i] * inv);
+        s += q[i];
+    }
+    *sum = s;
+    return amax / 127.0f;
+}
+
+/* Running row total of rule 3: blocks inside a segment by fma, segments added in order. */
+typedef struct { float total, acc; int left; } st_rowsum;
+
+ST_HD void st_rowsum_start(st_rowsum *r) { r->total = 0.0f; r->acc = 0.0f; r->left = ST_SEGMENT / ST_QBLOCK; }
+ST_HD void st_rowsum_block(st_rowsum *r, float wscale, float xscale, int32_t isum) {
+    r->acc = ST_FMA(wscale * xscale, (float)isum, r->acc);
+    if (--r->left == 0) { r->total += r->acc; r->acc = 0.0f; r->left = ST_SEGMENT / ST_QBLOCK; }
+}
+ST_HD float st_rowsum_end(st_rowsum *r) {
+    if (r->left != ST_SEGMENT / ST_QBLOCK) r->total += r->acc;
+    return r->total;
+}
+
+/* A Q8_0 row (34-byte blocks: f16 d, int8 q[32]) times a quantised activation row. k is a multiple of 32. */
+ST_HD float st_row_q8_0(const uint8_t *w, const int8_t *xq, const float *xd, int k) {
+    st_rowsum r;
+    st_rowsum_start(&r);
+    for (int b = 0; b < k / ST_QBLOCK; b++, w += 34, xq += ST_QBLOCK) {
+        int32_t isum = 0;
+        for (int i = 0; i < ST_QBLOCK; i++) isum += (int32_t)(int8_t)w[2 + i] * xq[i];
+        st_rowsum_block(&r, st_h2f((uint16_t)(w[0] | w[1] << 8)), xd[b], isum);
+    }
+    return st_rowsum_end(&r);
+}
+
+/* A Q4_0 row (18-byte blocks: f16 d, 16 bytes; value i < 16 the low nibble of byte i, i + 16 the high one; minus 8). */
+ST_HD float st_row_q4_0(const uint8_t *w, const int8_t *xq, const float *xd, int k) {
+    st_rowsum r;
+    st_rowsum_start(&r);
+    for (int b = 0; b < k / ST_QBLOCK; b++, w += 18, xq += ST_QBLOCK) {
+        int32_t isum = 0;
+        for (int i = 0; i < 16; i++) {
+            isum += ((int32_t)(w[2 + i] & 15) - 8) * xq[i];
+            isum += ((int32_t)(w[2 + i] >> 4) - 8) * xq[i + 16];
+        }
+        st_rowsum_block(&r, st_h2f((uint16_t)(w[0] | w[1] << 8)), xd[b], isum);
+    }
+    return st_rowsum_end(&r);
+}
+
+/* ---- attention (rule 6) ------------------------------------------------------------------------------------- */
+
+/* One group (<= 64 values) of a key, value or query to int8 with an f16 scale; codes are made with that f16's value. */
+ST_HD uint16_t st_quantize_kv(const float *x, int n, int8_t *q) {
+    float amax = st_amax(x, n);
+    float d = amax <= 3.4028235e38f ? amax / 127.0f : 0.0f;
+    uint16_t h = st_f2h(d > 65504.0f ? 65504.0f : d);
+    float df = st_h2f(h);
+    float inv = df > 0.0f ? 1.0f / df : 0.0f;
+    for (int i = 0; i < n; i++) {
+        float v = rintf(x[i] * inv);
+        if (!(v <= 127.0f)) v = 127.0f;
+        if (v < -127.0f) v = -127.0f;
+        q[i] = inv > 0.0f ? (int8_t)(int32_t)v : 0;
+    }
+    return h;
+}
+
+/* One attention block: n (1..64) positions of scores against values. v: codes of position i at v + i * vstride, scale
+ * vs[i]. Writes the weighted values to out[dv] (dv <= 64: one value group), returns the block maximum; *den the sum. */
+ST_HD float st_attn_block(const float *score, int n, const int8_t *v, int vstride, const float *vs, int dv, float *out,
+                          float *den) {
+    float m = score[0], p[ST_POSBLOCK], w[ST_POSBLOCK], big = 0.0f;
+    for (int i = 1; i < n; i++) m = score[i] > m ? score[i] : m;
+    for (int i = 0; i < n; i++) p[i] = st_exp(score[i] - m);
+    *den = st_sum(p, n);
+    for (int i = 0; i < n; i++) {
+        w[i] = p[i] * vs[i];
+        big = w[i] > big ? w[i] : big;
+    }
+    if (!(big >= ST_TINY)) {
+        for (int j = 0; j < dv; j++) out[j] = 0.0f;
+        return m;
+    }
+    float up = 32767.0f / big, down = big * (1.0f / 32767.0f);
+    int32_t u[ST_POSBLOCK];
+    for (int i = 0; i < n; i++) u[i] = (int32_t)rintf(w[i] * up);
+    for (int j = 0; j < dv; j++) {
+        int32_t s = 0;
+        for (int i = 0; i < n; i++) s += u[i] * v[i * vstride + j];
+        out[j] = down * (float)s;
+    }
+    return m;
+}
+
+/* State of a running softmax: maximum, denominator (the weighted values lie beside it). Starts at {-inf, 0}, acc 0. */
+typedef struct { float m, l; } st_soft;
+
+/* Fold a block or a span {bm, bl, bo[n]} into a running {s, acc[n]}. */
+ST_HD void st_fold(st_soft *s, float *acc, float bm, float bl, const float *bo, int n) {
+    float m = s->m > bm ? s->m : bm;
+    float ea = st_exp(s->m - m), eb = st_exp(bm - m);
+    s->l = ST_FMA(s->l, ea, bl * eb);
+    for (int j = 0; j < n; j++) acc[j] = ST_FMA(acc[j], ea, bo[j] * eb);
+    s->m = m;
+}
+
+/* ---- gated delta net (rule 7) ------------------------------------------------------------------------------- */
+
+/* One token of one head. S[dk][dv] is the state (row-major over the key dimension), decay = exp(g), beta in 0..1:
+ * S *= decay; d = beta (v - k^T S); S += k d^T; o = q^T S. Sums over dk in segments of 32, each from 0. */
+ST_HD void st_delta_step(float *S, int dk, int dv, const float *q, const float *k, const float *v, float decay,
+                         float beta, float *o) {
+    for (int j = 0; j < dv; j++) {
+        float ks = 0.0f, out = 0.0f;
+        for (int s = 0; s < dk; s += ST_KEYSEG) {
+            float a = 0.0f;
+            for (int i = s; i < s + ST_KEYSEG && i < dk; i++) a = ST_FMA(k[i], S[i * dv + j] * decay, a);
+            ks += a;
+        }
+        float d = beta * (v[j] - ks);
+        for (int s = 0; s < dk; s += ST_KEYSEG) {
+            float a = 0.0f;
+            for (int i = s; i < s + ST_KEYSEG && i < dk; i++) {
+                float t = ST_FMA(k[i], d, S[i * dv + j] * decay);
+                S[i * dv + j] = t;
+                a = ST_FMA(q[i], t, a);
+            }
+            out += a;
+        }
+        o[j] = out;
+    }
+}
+
+#endif
