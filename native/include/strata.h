@@ -1,0 +1,175 @@
+/* Strata's native library: the one public header. C callers include it; cffi reads it (strata_native/_binding.py).
+ *
+ * Only plain C that cffi parses: declarations, enums, integer #defines. Each concern has a section of its own.
+ * Functions returning int give 0 (or a documented positive value) on success and -1 with `err` filled in. */
+#ifndef STRATA_H
+#define STRATA_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#define ST_API __attribute__((visibility("default")))
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- errors ----------------------------------------------------------------------------------------------------- */
+
+/* A failure as a value: a name from a fixed set (model_open, model_format, model_unsupported, no_memory, ...) and one
+ * printable line of text. */
+typedef struct st_error {
+    char name[32];
+    char text[480];
+} st_error;
+
+/* Fill `err` (may be NULL) with a name and plain text, escaped to one printable line. Returns -1. */
+ST_API int st_error_set(st_error *err, const char *name, const char *text);
+
+/* ---- hashing (BLAKE2b, RFC 7693) -------------------------------------------------------------------------------- */
+
+#define ST_HASH_BYTES 32
+#define ST_BLAKE2B_MAX_BYTES 64
+
+/* Running state; plain data, may be copied to fork a hash. */
+typedef struct st_blake2b {
+    uint64_t chain[8];
+    uint64_t count[2];   /* bytes compressed so far, 128 bits */
+    uint8_t block[128];
+    uint32_t filled;     /* bytes waiting in block */
+    uint32_t digest_len;
+} st_blake2b;
+
+/* Start a digest of `digest_len` bytes (1..64), with a key of `key_len` bytes (0..64; NULL when 0).
+ * Returns -1, and leaves the state unusable, when a length is out of range. */
+ST_API int st_blake2b_init(st_blake2b *state, size_t digest_len, const void *key, size_t key_len);
+ST_API void st_blake2b_update(st_blake2b *state, const void *data, size_t len);
+/* Write digest_len bytes. The state must be started anew afterwards. */
+ST_API void st_blake2b_final(st_blake2b *state, uint8_t *digest);
+/* All at once; -1 when a length is out of range. */
+ST_API int st_blake2b_hash(uint8_t *digest, size_t digest_len, const void *data, size_t len, const void *key,
+                           size_t key_len);
+
+/* Key of a page: BLAKE2b-256(parent key || token ids as little-endian i32). n <= 0 hashes the parent alone. */
+ST_API void st_page_key(uint8_t *out, const uint8_t *parent, const int32_t *tokens, int n);
+/* Parent of the first page: BLAKE2b-256("strata page root\0" || identity), the zero byte included. */
+ST_API void st_root_key(uint8_t *out, const void *identity, size_t len);
+
+/* ---- ggml types and GGUF files ---------------------------------------------------------------------------------- */
+
+/* Element types of tensors (ids are the file format's). */
+enum st_ggml_id {
+    ST_GGML_F32 = 0, ST_GGML_F16 = 1, ST_GGML_Q4_0 = 2, ST_GGML_Q4_1 = 3, ST_GGML_Q5_0 = 6, ST_GGML_Q5_1 = 7,
+    ST_GGML_Q8_0 = 8, ST_GGML_Q2_K = 10, ST_GGML_Q3_K = 11, ST_GGML_Q4_K = 12, ST_GGML_Q5_K = 13, ST_GGML_Q6_K = 14,
+    ST_GGML_IQ2_XXS = 16, ST_GGML_IQ2_XS = 17, ST_GGML_IQ3_XXS = 18, ST_GGML_IQ1_S = 19, ST_GGML_IQ4_NL = 20,
+    ST_GGML_IQ3_S = 21, ST_GGML_IQ2_S = 22, ST_GGML_IQ4_XS = 23, ST_GGML_I8 = 24, ST_GGML_I16 = 25, ST_GGML_I32 = 26,
+    ST_GGML_I64 = 27, ST_GGML_F64 = 28, ST_GGML_IQ1_M = 29, ST_GGML_BF16 = 30, ST_GGML_TQ1_0 = 34, ST_GGML_TQ2_0 = 35,
+    ST_GGML_MXFP4 = 39, ST_GGML_NVFP4 = 40, ST_GGML_Q1_0 = 41, ST_GGML_Q2_0 = 42
+};
+
+typedef struct st_ggml_type {
+    int id;
+    const char *name;
+    uint32_t block_size;  /* values in a block */
+    uint32_t block_bytes; /* bytes of a block */
+} st_ggml_type;
+
+ST_API int st_ggml_type_count(void);
+/* Entry i of the table, in order of id; NULL when out of range. */
+ST_API const st_ggml_type *st_ggml_type_at(int i);
+/* The type with this id; NULL when unknown. */
+ST_API const st_ggml_type *st_ggml_type_find(int id);
+
+/* Value types of metadata (ids are the file format's). */
+enum st_gguf_type {
+    ST_GGUF_U8 = 0, ST_GGUF_I8 = 1, ST_GGUF_U16 = 2, ST_GGUF_I16 = 3, ST_GGUF_U32 = 4, ST_GGUF_I32 = 5, ST_GGUF_F32 = 6,
+    ST_GGUF_BOOL = 7, ST_GGUF_STRING = 8, ST_GGUF_ARRAY = 9, ST_GGUF_U64 = 10, ST_GGUF_I64 = 11, ST_GGUF_F64 = 12
+};
+
+#define ST_GGUF_MAX_DIMS 4
+
+/* An open model: one file or all parts of a split one, mapped read-only. Everything it hands out points into it and
+ * dies with st_gguf_close. Reading from several threads is safe. A file that someone shortens while it is open raises
+ * SIGBUS on the first touch of a page that is gone: nothing can check for that in advance. */
+typedef struct st_gguf st_gguf;
+
+/* A string inside the file: not terminated, any bytes. */
+typedef struct st_gguf_str {
+    const char *ptr;
+    uint64_t len;
+} st_gguf_str;
+
+/* One metadata entry. A scalar reads like an array of one. */
+typedef struct st_gguf_kv {
+    const char *key;
+    int type;              /* enum st_gguf_type; ST_GGUF_ARRAY for arrays */
+    int elem_type;         /* type of the elements; of the value itself when it is no array */
+    uint64_t count;        /* elements; 1 for a scalar */
+    const uint8_t *data;   /* first element as stored, NOT aligned; strings are u64 length + bytes each */
+    uint64_t nbytes;       /* bytes of all elements as stored */
+    const uint64_t *marks; /* internal: byte offset of every 32nd string */
+} st_gguf_kv;
+
+/* One tensor. ne[0] is the contiguous dimension; unused dimensions are 1. */
+typedef struct st_gguf_tensor {
+    const char *name;
+    int type; /* enum st_ggml_id, always one of the table */
+    int n_dims;
+    int64_t ne[ST_GGUF_MAX_DIMS];
+    const uint8_t *data; /* absolute; aligned to the file's alignment when mapped */
+    uint64_t nbytes;
+    uint64_t row_bytes; /* bytes of ne[0] values */
+    uint64_t offset;    /* of data in its file */
+    uint32_t shard;     /* part of a split model, from 0 */
+} st_gguf_tensor;
+
+/* Open a GGUF v2 or v3 file and, when it is the first part of a split model, all other parts beside it. Every count,
+ * offset, size and string is checked. Errors: model_open (file system), model_format (damaged or not GGUF),
+ * model_unsupported (another version, byte order or tensor type), no_memory. */
+ST_API int st_gguf_open(const char *path, st_gguf **out, st_error *err);
+/* The same over memory that the caller keeps until st_gguf_close (a single file); `label` stands for the path. */
+ST_API int st_gguf_open_memory(const void *data, size_t size, const char *label, st_gguf **out, st_error *err);
+ST_API void st_gguf_close(st_gguf *g); /* NULL is fine */
+
+ST_API int st_gguf_version(const st_gguf *g);       /* of the (first) file: 2 or 3 */
+ST_API uint32_t st_gguf_n_shards(const st_gguf *g); /* 1 for a single file */
+ST_API uint64_t st_gguf_size(const st_gguf *g);     /* bytes of all parts */
+
+/* Metadata of the (first) file, in file order. _at: NULL when out of range; _find: NULL when absent. */
+ST_API uint64_t st_gguf_n_kv(const st_gguf *g);
+ST_API const st_gguf_kv *st_gguf_kv_at(const st_gguf *g, uint64_t i);
+ST_API const st_gguf_kv *st_gguf_kv_find(const st_gguf *g, const char *key);
+/* String i of an entry whose elem_type is string; -1 when it is not or i is out of range. */
+ST_API int st_gguf_kv_str(const st_gguf_kv *kv, uint64_t i, st_gguf_str *out);
+
+/* Typed getters. 1 = found, 0 = the key is absent (*out untouched, so preset the default), -1 = present but not
+ * convertible; err (model_format) then names the key and what would be right.
+ * Integers: any integer type or bool that fits. Floats: any number. Bool: bool or an integer 0 or 1. */
+ST_API int st_gguf_get_u64(const st_gguf *g, const char *key, uint64_t *out, st_error *err);
+ST_API int st_gguf_get_i64(const st_gguf *g, const char *key, int64_t *out, st_error *err);
+ST_API int st_gguf_get_f64(const st_gguf *g, const char *key, double *out, st_error *err);
+ST_API int st_gguf_get_bool(const st_gguf *g, const char *key, int *out, st_error *err);
+ST_API int st_gguf_get_str(const st_gguf *g, const char *key, st_gguf_str *out, st_error *err);
+/* The first n elements of an array of at least n, or a scalar n times. st_gguf_kv_find tells the count in the file. */
+ST_API int st_gguf_get_array_i64(const st_gguf *g, const char *key, int64_t *out, uint64_t n, st_error *err);
+ST_API int st_gguf_get_array_f64(const st_gguf *g, const char *key, double *out, uint64_t n, st_error *err);
+
+/* Tensors of all parts, in file order. */
+ST_API uint64_t st_gguf_n_tensors(const st_gguf *g);
+ST_API const st_gguf_tensor *st_gguf_tensor_at(const st_gguf *g, uint64_t i);
+ST_API const st_gguf_tensor *st_gguf_tensor_find(const st_gguf *g, const char *name);
+
+/* madvise(2) over the pages of a tensor, or of `len` bytes of it from `start`. Only a hint: whole pages, so the edges
+ * of neighbours are included. Without effect (0) on a model opened from memory. -1 and err (bad_range, model_open). */
+ST_API int st_gguf_advise(const st_gguf *g, const st_gguf_tensor *t, int advice, st_error *err);
+ST_API int st_gguf_advise_range(const st_gguf *g, const st_gguf_tensor *t, uint64_t start, uint64_t len, int advice,
+                                st_error *err);
+
+/* 32 hex digits and a NUL that name the model's content, wherever it lies (model/fingerprint.c says what is read). */
+ST_API void st_gguf_fingerprint(const st_gguf *g, char *hex);
+
+#ifdef __cplusplus
+} /* extern C end */
+#endif
+
+#endif
