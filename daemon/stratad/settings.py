@@ -13,7 +13,7 @@ import json
 import math
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -55,6 +55,7 @@ class Setting:
     optional: bool = False
     shell_words: bool = False  # a list written as one string is split like a shell command, not at commas
     metavar: str = ""
+    well_formed: Callable[[str], object] | None = None  # raises ValueError for a bad text or list element
 
     @property
     def flag(self) -> str:
@@ -84,6 +85,8 @@ class Setting:
         checked = _CHECKS[self.kind](self, value)
         if checked is _WRONG:
             raise SettingError(self.name, f"must be {self._expects()}, not {_show(value)}")
+        if self.well_formed is not None:
+            self._check_form(checked if isinstance(checked, tuple) else (checked,))
         return checked  # type: ignore[return-value]
 
     def parse(self, text: str) -> Value:
@@ -91,6 +94,14 @@ class Setting:
         if self.optional and text.strip().lower() in ("", "unset"):
             return None
         return self.check(_PARSES.get(self.kind, lambda _setting, plain: plain)(self, text))
+
+    def _check_form(self, texts: Iterable[object]) -> None:
+        assert self.well_formed is not None
+        for text in texts:
+            try:
+                self.well_formed(str(text))
+            except ValueError as error:
+                raise SettingError(self.name, str(error)) from None
 
     def _expects(self) -> str:
         noun = {
@@ -105,6 +116,18 @@ class Setting:
         }[self.kind]
         bounds = f" {self.range}" if self.kind in ("int", "float") and self.range != "any" else ""
         return noun + bounds + (f" ({self.unit})" if self.unit else "")
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port of `HOST:PORT` or `[IPV6]:PORT`; port 0 lets the system choose. Raises ValueError."""
+    host, colon, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host or host.startswith("["):
+        raise ValueError(f"must be HOST:PORT, an IPv6 address in brackets as in [::1]:8080, not {_show(text)}")
+    if not colon or not host or not port.isascii() or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"must be HOST:PORT with a port 0 to 65535, as in 127.0.0.1:8080, not {_show(text)}")
+    return host, int(port)
 
 
 _WRONG = object()
