@@ -160,7 +160,8 @@ ST_API const st_gguf_tensor *st_gguf_tensor_at(const st_gguf *g, uint64_t i);
 ST_API const st_gguf_tensor *st_gguf_tensor_find(const st_gguf *g, const char *name);
 
 /* madvise(2) over the pages of a tensor, or of `len` bytes of it from `start`. Only a hint: whole pages, so the edges
- * of neighbours are included. Without effect (0) on a model opened from memory. -1 and err (bad_range, model_open). */
+ * of neighbours are included. Without effect (0) on a model opened from memory. -1 and err when the
+ * range leaves the tensor (internal) or the kernel refuses (model_open). */
 ST_API int st_gguf_advise(const st_gguf *g, const st_gguf_tensor *t, int advice, st_error *err);
 ST_API int st_gguf_advise_range(const st_gguf *g, const st_gguf_tensor *t, uint64_t start, uint64_t len, int advice,
                                 st_error *err);

@@ -15,4 +15,8 @@
 __attribute__((format(printf, 3, 4))) int st_fail(st_error *err, const char *name, const char *fmt, ...);
 __attribute__((format(printf, 3, 0))) int st_vfail(st_error *err, const char *name, const char *fmt, va_list args);
 
+/* Length (1..4) of the valid UTF-8 character at s, which has `left` bytes, and its code point; 0 when it is invalid,
+ * overlong, a surrogate or cut off. */
+int st_utf8_char(const unsigned char *s, size_t left, uint32_t *point);
+
 #endif
