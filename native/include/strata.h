@@ -169,6 +169,73 @@ ST_API int st_gguf_advise_range(const st_gguf *g, const st_gguf_tensor *t, uint6
 /* 32 hex digits and a NUL that name the model's content, wherever it lies (model/fingerprint.c says what is read). */
 ST_API void st_gguf_fingerprint(const st_gguf *g, char *hex);
 
+/* ---- kernels: one table of functions per instruction set (layouts: src/kernels/kernels.h) ------------------------- */
+
+#define ST_LANES 16
+#define ST_TILE 8
+
+/* How a product joins what is at y. */
+#define ST_STORE 0
+#define ST_ADD 1
+#define ST_FMA_WEIGHT 2
+
+/* Up to ST_TILE quantised activation rows and where their products go: y[r][0..16 * groups). */
+typedef struct st_tile {
+    int rows;
+    const int8_t *q[8];
+    const float *d[8];
+    const int32_t *sum[8];
+    float *y[8];
+    float weight[8]; /* ST_FMA_WEIGHT: y = fma(weight, product, y) */
+    int mode;
+} st_tile;
+
+/* One query head over a session's blocks of one key/value head. */
+typedef struct st_attend {
+    const uint8_t *const *blocks; /* block b: base of its K, V, scales (offsets below) */
+    size_t offset;                /* of this layer and head inside a block */
+    int hd, npos;                 /* head dimension (multiple of 4), positions attended: 0..npos-1 */
+    float scale;                  /* softmax scale */
+    const float *query;           /* [hd], roped */
+    float *out;                   /* [hd] */
+} st_attend;
+
+typedef struct st_kernels {
+    const char *isa;
+    /* One row of k values to int8 codes, scales and code sums (rule 2). */
+    void (*quantize)(const float *x, int k, int8_t *q, float *d, int32_t *sum);
+    /* `groups` packed groups, `stride` bytes apart, times the tile (rule 3). nb = k / 32. */
+    void (*mm_q8_0)(const uint8_t *w, size_t stride, int groups, int nb, const st_tile *tile);
+    void (*mm_q4_0)(const uint8_t *w, size_t stride, int groups, int nb, const st_tile *tile);
+    /* y[i] = <w + i * k, x> for i < n (rule 4). */
+    void (*dots)(const float *w, int n, int k, const float *x, float *y);
+    void (*rms_norm)(const float *x, const float *w, int n, float eps, float *y);
+    void (*l2_norm)(const float *x, int n, float scale, float *y); /* (x * r) * scale */
+    void (*silu_mul)(const float *gate, const float *up, int n, float *y);
+    void (*sigmoid_mul)(const float *x, const float *gate, int n, float *y);
+    /* y = ((x * r) * w) * silu(gate): the gated norm of one recurrent head. */
+    void (*norm_gate)(const float *x, const float *w, const float *gate, int n, float eps, float *y);
+    /* y[c] = silu(conv of channel c): w [4][channels], rows u[0..3] oldest to newest. */
+    void (*conv4_silu)(const float *w, size_t wstride, const float *const *u, int n, float *y);
+    /* One token of one recurrent head (rule 7). */
+    void (*delta_step)(float *S, int dk, int dv, const float *q, const float *k, const float *v, float decay,
+                       float beta, float *o);
+    /* One K, V or query group (<= 64 values) to int8; returns the f16 scale (rule 6). */
+    uint16_t (*quantize_kv)(const float *x, int n, int8_t *q);
+    void (*attend)(const st_attend *a);
+    /* y = exp((x - m) * scale). */
+    void (*exp_sub)(const float *x, int n, float m, float scale, float *y);
+} st_kernels;
+
+/* The table named `isa` ("scalar", "avx2", "avx512", or "auto" = the best this processor has; NULL reads STRATA_ISA,
+ * then auto). NULL when unknown or not supported here; *why then says which of the two and what is possible. */
+ST_API const st_kernels *st_kernels_find(const char *isa, const char **why);
+
+/* Packing (pack.c). Bytes of one packed group; pack rows [0, n) of a row-major tensor, missing rows are zero. */
+ST_API size_t st_pack_scale_bytes(int k);
+ST_API size_t st_pack_group_bytes(int type, int k);
+ST_API void st_pack_group(int type, const uint8_t *rows, size_t row_bytes, int n, int k, uint8_t *out);
+
 #ifdef __cplusplus
 } /* extern C end */
 #endif

@@ -278,17 +278,18 @@ ST_HD void st_fold(st_soft *s, float *acc, float bm, float bl, const float *bo, 
 /* ---- gated delta net (rule 7) ------------------------------------------------------------------------------- */
 
 /* One token of one head. S[dk][dv] is the state (row-major over the key dimension), decay = exp(g), beta in 0..1:
- * S *= decay; d = beta (v - k^T S); S += k d^T; o = q^T S. Sums over dk in segments of 32, each from 0. */
+ * d = beta (v - decay (k^T S)); S = decay S + k d^T; o = q^T S. Sums over dk in segments of 32, each from 0.
+ * (The decay multiplies the finished sum, not each state value: a quarter of the first pass less.) */
 ST_HD void st_delta_step(float *S, int dk, int dv, const float *q, const float *k, const float *v, float decay,
                          float beta, float *o) {
     for (int j = 0; j < dv; j++) {
         float ks = 0.0f, out = 0.0f;
         for (int s = 0; s < dk; s += ST_KEYSEG) {
             float a = 0.0f;
-            for (int i = s; i < s + ST_KEYSEG && i < dk; i++) a = ST_FMA(k[i], S[i * dv + j] * decay, a);
+            for (int i = s; i < s + ST_KEYSEG && i < dk; i++) a = ST_FMA(k[i], S[i * dv + j], a);
             ks += a;
         }
-        float d = beta * (v[j] - ks);
+        float d = beta * (v[j] - ks * decay);
         for (int s = 0; s < dk; s += ST_KEYSEG) {
             float a = 0.0f;
             for (int i = s; i < s + ST_KEYSEG && i < dk; i++) {
@@ -300,6 +301,22 @@ ST_HD void st_delta_step(float *S, int dk, int dv, const float *q, const float *
         }
         o[j] = out;
     }
+}
+
+/* ---- small pieces ------------------------------------------------------------------------------------------- */
+
+/* Rotate one pair by the angle with cosine c and sine s (rope, rule 1). */
+ST_HD void st_rope_pair(float *a, float *b, float c, float s) {
+    float x = *a, y = *b;
+    *a = x * c - y * s;
+    *b = y * c + x * s;
+}
+
+/* Causal depthwise convolution of one channel over taps oldest to newest, then silu. */
+ST_HD float st_conv_silu(const float *w, const float *u, int taps) {
+    float a = 0.0f;
+    for (int i = 0; i < taps; i++) a = ST_FMA(w[i], u[i], a);
+    return st_silu(a);
 }
 
 #endif

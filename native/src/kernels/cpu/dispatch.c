@@ -1,0 +1,53 @@
+/* Which kernel table runs: the best the processor has, or the one that is asked for. */
+#include "kernels/kernels.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+static int has_avx2(void) {
+#if defined(__x86_64__)
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+           __builtin_cpu_supports("bmi2");
+#else
+    return 0;
+#endif
+}
+
+static int has_avx512(void) {
+#if defined(__x86_64__)
+    return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512vnni");
+#else
+    return 0;
+#endif
+}
+
+static int always(void) { return 1; }
+
+/* Fastest first. */
+static const struct {
+    const st_kernels *table;
+    int (*supported)(void);
+} TABLES[] = {
+#if defined(__x86_64__)
+    {&st_kernels_avx512, has_avx512},
+    {&st_kernels_avx2, has_avx2},
+#endif
+    {&st_kernels_scalar, always},
+};
+
+const st_kernels *st_kernels_find(const char *isa, const char **why) {
+    if (!isa || !*isa) isa = getenv("STRATA_ISA");
+    if (!isa || !*isa) isa = "auto";
+    for (size_t i = 0; i < sizeof TABLES / sizeof *TABLES; i++) {
+        if (strcmp(isa, "auto") && strcmp(isa, TABLES[i].table->isa)) continue;
+        if (TABLES[i].supported()) return TABLES[i].table;
+        if (strcmp(isa, "auto")) {
+            if (why) *why = "this processor does not have it; auto picks one that it has";
+            return NULL;
+        }
+    }
+    if (why) *why = "no such instruction set; choose auto, avx512, avx2 or scalar";
+    return NULL;
+}
