@@ -13,15 +13,16 @@ export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-$(BIN)/python:
+$(VENV)/.ready:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q --disable-pip-version-check scikit-build-core cffi
+	@touch $@
 
-venv: $(BIN)/python
+venv: $(VENV)/.ready
 
 # Native sources and the packaging decide whether to build again; Python sources are used in place.
 NATIVE := $(shell find native -name '*.[ch]' -o -name 'CMakeLists.txt' -o -name '*.inc' -o -name '_binding.py')
-$(VENV)/.built: $(BIN)/python pyproject.toml $(NATIVE)
+$(VENV)/.built: $(VENV)/.ready pyproject.toml $(NATIVE)
 	$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation -e '.[test]'
 	@touch $@
 
