@@ -29,6 +29,7 @@ KINDS: dict[str, ErrorKind] = {
     "request_timeout": ErrorKind(408, "invalid_request_error"),
     "body_too_large": ErrorKind(413, "invalid_request_error"),
     "queue_full": ErrorKind(429, "rate_limit_error", retry=True),
+    "queue_timeout": ErrorKind(503, "server_error", retry=True),
     "engine_loading": ErrorKind(503, "server_error", retry=True),
     "engine_down": ErrorKind(503, "server_error", retry=True),
     "draining": ErrorKind(503, "server_error", retry=True),
