@@ -28,11 +28,13 @@ KINDS: dict[str, ErrorKind] = {
     "method_not_allowed": ErrorKind(405, "invalid_request_error"),
     "request_timeout": ErrorKind(408, "invalid_request_error"),
     "body_too_large": ErrorKind(413, "invalid_request_error"),
+    "unsupported_media_type": ErrorKind(415, "invalid_request_error"),
     "queue_full": ErrorKind(429, "rate_limit_error", retry=True),
     "queue_timeout": ErrorKind(503, "server_error", retry=True),
     "engine_loading": ErrorKind(503, "server_error", retry=True),
     "engine_down": ErrorKind(503, "server_error", retry=True),
     "draining": ErrorKind(503, "server_error", retry=True),
+    "cancelled": ErrorKind(503, "server_error", retry=True),
     "engine_failed": ErrorKind(500, "server_error"),
     "internal": ErrorKind(500, "server_error"),
 }
