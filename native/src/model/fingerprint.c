@@ -24,7 +24,11 @@
 #include <string.h>
 #include <sys/mman.h>
 
-enum { SAMPLE = 4096, DIGEST = 16 };
+enum {
+    SAMPLE = 4096,
+    DIGEST = 16,
+    FAR_APART = 1 << 18 /* pieces of this size have samples that read-ahead does not reach; how they are read, not what */
+};
 
 static void add_u64(st_blake2b *hash, uint64_t v) { st_blake2b_update(hash, &v, sizeof v); }
 
@@ -43,7 +47,7 @@ static void add_tensor(const st_gguf *g, const st_gguf_tensor *t, st_blake2b *ha
     uint64_t pieces = t->n_dims == 3 ? (uint64_t)t->ne[2] : 1, size = t->nbytes / pieces, start[3], len;
     int n = samples(size, start, &len);
     /* Far samples are asked for first, all at once: a cold disk serves them side by side instead of one by one. */
-    for (uint64_t p = 0; n == 3 && p < pieces; p++) {
+    for (uint64_t p = 0; size >= FAR_APART && p < pieces; p++) {
         for (int i = 0; i < n; i++) st_gguf_advise_range(g, t, p * size + start[i], len, MADV_WILLNEED, NULL);
     }
     for (uint64_t p = 0; p < pieces; p++) {

@@ -2,6 +2,7 @@
 #include "gguf.h"
 
 #include <inttypes.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -127,11 +128,11 @@ static int wrong_type(const st_gguf_shard *s, const st_gguf_kv *kv, const char *
 }
 
 static int out_of_range(const st_gguf_shard *s, const st_gguf_kv *kv, uint64_t i, wide v, const char *range, st_error *err) {
-    if (v < 0)
-        return st_fail(err, "model_format", "%s: key '%.100s' (element %" PRIu64 ") is %" PRId64 "; %s is needed", s->label,
-                       kv->key, i, (int64_t)v, range);
-    return st_fail(err, "model_format", "%s: key '%.100s' (element %" PRIu64 ") is %" PRIu64 "; %s is needed", s->label,
-                   kv->key, i, (uint64_t)v, range);
+    char place[40] = "", value[24];
+    if (kv->type == ST_GGUF_ARRAY) snprintf(place, sizeof place, " (element %" PRIu64 ")", i);
+    if (v < 0) snprintf(value, sizeof value, "%" PRId64, (int64_t)v);
+    else snprintf(value, sizeof value, "%" PRIu64, (uint64_t)v);
+    return st_fail(err, "model_format", "%s: key '%.100s'%s is %s; %s is needed", s->label, kv->key, place, value, range);
 }
 
 /* A scalar integer in lo..hi. 1 found, 0 absent, -1 error. */
