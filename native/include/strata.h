@@ -236,6 +236,76 @@ ST_API size_t st_pack_scale_bytes(int k);
 ST_API size_t st_pack_group_bytes(int type, int k);
 ST_API void st_pack_group(int type, const uint8_t *rows, size_t row_bytes, int n, int k, uint8_t *out);
 
+/* ---- sampling (sampling.h states the arithmetic) ---------------------------------------------------------------- */
+
+#define ST_TOP_LOGPROBS_MAX 1024
+
+/* Parameters of one request. st_sampling_init gives the defaults in brackets. */
+typedef struct st_sampling {
+    float temperature;        /* finite; <= 0 is greedy [0] */
+    float top_p;              /* 0..1, 1 = off [1] */
+    float min_p;              /* 0..1, 0 = off [0] */
+    float penalty_repeat;     /* 0.01..100, 1 = off [1] */
+    float penalty_freq;       /* -100..100 per occurrence in the output, 0 = off [0] */
+    float penalty_present;    /* -100..100, 0 = off [0] */
+    int32_t top_k;            /* >= 0, 0 = off [0] */
+    int32_t penalty_last_n;   /* window of penalty_repeat over all ids; -1 = all, 0 = off [-1] */
+    uint64_t seed;            /* [0] */
+    uint32_t choice;          /* index of the answer among several to one prompt [0] */
+    int32_t n_bias;           /* [0] */
+    const int32_t *bias_ids;  /* n_bias ids of the vocabulary */
+    const float *bias_values; /* finite, or -infinity to exclude */
+    const uint32_t *mask;     /* (n_vocab + 31) / 32 words, bit set = allowed; NULL = all [NULL] */
+} st_sampling;
+
+ST_API void st_sampling_init(st_sampling *sp);
+/* -1 and err bad_key (a parameter that is no number or out of range, named as in GEN lines) or token_range (a bias id
+ * outside the vocabulary). */
+ST_API int st_sampling_check(const st_sampling *sp, int n_vocab, st_error *err);
+
+/* Counts of ids for the penalties of one session, kept up to date id by id. */
+typedef struct st_penalty st_penalty;
+
+/* Counts for the penalties that `sp` has on. Errors: no_memory. */
+ST_API int st_penalty_new(int n_vocab, const st_sampling *sp, st_penalty **out, st_error *err);
+ST_API void st_penalty_free(st_penalty *pen); /* NULL is fine */
+/* Count anew: ids[0..n_total), of which the first n_prompt are the prompt. Errors: token_range, no_memory. */
+ST_API int st_penalty_reset(st_penalty *pen, const int32_t *ids, int n_total, int n_prompt, st_error *err);
+/* Account for one more output id, ids[n_total - 1]; everything before it is already counted. Same errors. */
+ST_API int st_penalty_push(st_penalty *pen, const int32_t *ids, int n_total, st_error *err);
+/* Counts of one id: in the window of penalty_repeat, and in the output. Zero for what is not on. */
+ST_API void st_penalty_get(const st_penalty *pen, int32_t id, uint32_t *window, uint32_t *output);
+/* Ids that have a count. */
+ST_API int st_penalty_size(const st_penalty *pen);
+
+/* Working memory of one thread for rows of n_vocab logits. Errors: no_memory, bad_range. */
+typedef struct st_sampler st_sampler;
+
+ST_API int st_sampler_new(int n_vocab, st_sampler **out, st_error *err);
+ST_API void st_sampler_free(st_sampler *s); /* NULL is fine */
+
+/* The token for `position` (its index in prompt + output) from raw logits[n_vocab], which stay as they are. `sp` has
+ * passed st_sampling_check. `pen` may be NULL when no penalty is on. Errors: non_finite, no_candidates, internal. */
+ST_API int st_sample(st_sampler *s, const float *logits, const st_sampling *sp, const st_penalty *pen,
+                     uint32_t position, int32_t *id, st_error *err);
+
+/* Log-probability of `id` under the softmax of the raw logits, and the top_n (0..ST_TOP_LOGPROBS_MAX) most probable
+ * ids with theirs, by logit descending then id ascending; fewer when the vocabulary is smaller. Returns how many.
+ * Errors: non_finite, token_range, bad_range. */
+ST_API int st_logprobs(st_sampler *s, const float *logits, int32_t id, int top_n, double *logprob, int32_t *top_ids,
+                       double *top_logprobs, st_error *err);
+
+/* One block of Philox4x32-10: counter[4], key[2] -> out[4]. */
+ST_API void st_philox_block(const uint32_t *counter, const uint32_t *key, uint32_t *out);
+
+/* y[i] = exp((x[i] - m) * scale) in the specification's scalar form. */
+ST_API void st_exp_sub(const float *x, int n, float m, float scale, float *y);
+
+/* The double functions of the host, value by value. */
+enum st_math_op { ST_MATH_EXP = 0, ST_MATH_LOG = 1, ST_MATH_SIN = 2, ST_MATH_COS = 3, ST_MATH_POW = 4 };
+/* y[i] = op(a[i]) or, for ST_MATH_POW, a[i]^b[i] (b is not read otherwise). Errors: bad_range (unknown op). */
+ST_API int st_math_d(int op, const double *a, const double *b, int n, double *y, st_error *err);
+
 #ifdef __cplusplus
 } /* extern C end */
 #endif
