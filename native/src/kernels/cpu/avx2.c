@@ -155,67 +155,100 @@ INLINE void block_values(const uint8_t *v, int hd, int dv, int n, const vi *u, f
     }
 }
 
-INLINE void join_segment(vf *total, vf *acc, int R) {
-    for (int r = 0; r < R; r++) {
-        total[r] = vf_add(total[r], acc[r]);
-        acc[r] = vf_set1(0.0f);
+/* Sixteen registers hold the sums of four activation rows against eight weight rows; a group is two such halves and a
+ * tile two such quarters. `codes` points at the half's first vector, steps are 64 bytes apart. */
+enum { QUARTER = 4 };
+
+typedef struct { __m256 acc, total; } running;
+
+INLINE void join_block(running *s, __m256 ws, float d, __m256i isum, int last_of_segment) {
+    s->acc = _mm256_fmadd_ps(_mm256_mul_ps(ws, _mm256_set1_ps(d)), _mm256_cvtepi32_ps(isum), s->acc);
+    if (last_of_segment) {
+        s->total = _mm256_add_ps(s->total, s->acc);
+        s->acc = _mm256_setzero_ps();
     }
+}
+
+INLINE __m256 half_scales(const uint8_t *w, int b, int half) {
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)(w + b * 32 + half * 16)));
+}
+
+INLINE void finish_half(const st_tile *t, int r, int at, const running *s, int short_segment) {
+    __m256 v = short_segment ? _mm256_add_ps(s->total, s->acc) : s->total;
+    float *y = t->y[r] + at;
+    if (t->mode == ST_ADD) v = _mm256_add_ps(_mm256_loadu_ps(y), v);
+    else if (t->mode == ST_FMA_WEIGHT) v = _mm256_fmadd_ps(_mm256_set1_ps(t->weight[r]), v, _mm256_loadu_ps(y));
+    _mm256_storeu_ps(y, v);
+}
+
+INLINE void half_q8_0(const uint8_t *w, int nb, const st_tile *t, int r0, int at, int half, const int R) {
+    const __m256i flip = _mm256_set1_epi8(-128);
+    const uint8_t *codes = w + st_pack_scale_bytes(nb * 32) + half * 32;
+    running run[QUARTER];
+    const int8_t *q[QUARTER];
+    for (int r = 0; r < R; r++) {
+        run[r].acc = run[r].total = _mm256_setzero_ps();
+        q[r] = t->q[r0 + r];
+    }
+    for (int b = 0; b < nb; b++, codes += 512) {
+        __m256i sum[QUARTER];
+        for (int r = 0; r < R; r++) sum[r] = _mm256_setzero_si256();
+        for (int s = 0; s < 8; s++) {
+            __m256i c = _mm256_xor_si256(load32(codes + 64 * s), flip), a = _mm256_abs_epi8(c);
+            for (int r = 0; r < R; r++) {
+                __m256i x = _mm256_sign_epi8(dup32(q[r] + b * 32 + 4 * s), c);
+                sum[r] = _mm256_add_epi32(sum[r], pairs(_mm256_maddubs_epi16(a, x)));
+            }
+        }
+        __m256 ws = half_scales(w, b, half);
+        for (int r = 0; r < R; r++) join_block(&run[r], ws, t->d[r0 + r][b], sum[r], (b & 7) == 7);
+    }
+    for (int r = 0; r < R; r++) finish_half(t, r0 + r, at + 8 * half, &run[r], nb & 7);
+}
+
+/* 16-bit sums: eight steps of at most 2 * 15 * 127 fit, so one vpmaddwd ends a block. */
+INLINE void half_q4_0(const uint8_t *w, int nb, const st_tile *t, int r0, int at, int half, const int R) {
+    const __m256i nibble = _mm256_set1_epi8(15);
+    const uint8_t *codes = w + st_pack_scale_bytes(nb * 32) + half * 32;
+    running run[QUARTER];
+    const int8_t *q[QUARTER];
+    for (int r = 0; r < R; r++) {
+        run[r].acc = run[r].total = _mm256_setzero_ps();
+        q[r] = t->q[r0 + r];
+    }
+    for (int b = 0; b < nb; b++, codes += 256) {
+        __m256i sum[QUARTER];
+        for (int r = 0; r < R; r++) sum[r] = _mm256_setzero_si256();
+        for (int s = 0; s < 4; s++) {
+            __m256i c = load32(codes + 64 * s);
+            __m256i lo = _mm256_and_si256(c, nibble), hi = _mm256_and_si256(_mm256_srli_epi16(c, 4), nibble);
+            for (int r = 0; r < R; r++) {
+                const int8_t *x = q[r] + b * 32 + 4 * s;
+                sum[r] = _mm256_add_epi16(sum[r], _mm256_maddubs_epi16(lo, dup32(x)));
+                sum[r] = _mm256_add_epi16(sum[r], _mm256_maddubs_epi16(hi, dup32(x + 16)));
+            }
+        }
+        __m256 ws = half_scales(w, b, half);
+        for (int r = 0; r < R; r++) {
+            __m256i isum = _mm256_sub_epi32(pairs(sum[r]), _mm256_set1_epi32(t->sum[r0 + r][b] * 8));
+            join_block(&run[r], ws, t->d[r0 + r][b], isum, (b & 7) == 7);
+        }
+    }
+    for (int r = 0; r < R; r++) finish_half(t, r0 + r, at + 8 * half, &run[r], nb & 7);
 }
 
 INLINE void group_q8_0(const uint8_t *w, int nb, const st_tile *t, int at, const int R) {
-    const uint16_t *scales = (const uint16_t *)(const void *)w;
-    const uint8_t *codes = w + st_pack_scale_bytes(nb * 32);
-    const __m256i flip = _mm256_set1_epi8(-128);
-    vf acc[ST_TILE], total[ST_TILE];
-    for (int r = 0; r < R; r++) acc[r] = total[r] = vf_set1(0.0f);
-    for (int b = 0; b < nb; b++, codes += 512) {
-        vf ws = vf_loadh(scales + b * ST_LANES);
-        vi sum[ST_TILE];
-        for (int r = 0; r < R; r++) sum[r].a = sum[r].b = _mm256_setzero_si256();
-        for (int s = 0; s < 8; s++) {
-            __m256i c0 = _mm256_xor_si256(load32(codes + 64 * s), flip), c1 = _mm256_xor_si256(load32(codes + 64 * s + 32), flip);
-            __m256i a0 = _mm256_abs_epi8(c0), a1 = _mm256_abs_epi8(c1);
-            for (int r = 0; r < R; r++) {
-                __m256i x = dup32(t->q[r] + b * 32 + 4 * s);
-                sum[r].a = _mm256_add_epi32(sum[r].a, pairs(_mm256_maddubs_epi16(a0, _mm256_sign_epi8(x, c0))));
-                sum[r].b = _mm256_add_epi32(sum[r].b, pairs(_mm256_maddubs_epi16(a1, _mm256_sign_epi8(x, c1))));
-            }
-        }
-        for (int r = 0; r < R; r++) acc[r] = vf_fma(vf_mul(ws, vf_set1(t->d[r][b])), vf_cvt(sum[r]), acc[r]);
-        if ((b & 7) == 7) join_segment(total, acc, R);
+    for (int half = 0; half < 2; half++) {
+        half_q8_0(w, nb, t, 0, at, half, R < QUARTER ? R : QUARTER);
+        if (R > QUARTER) half_q8_0(w, nb, t, QUARTER, at, half, R - QUARTER);
     }
-    for (int r = 0; r < R; r++) finish(t, r, at, nb & 7 ? vf_add(total[r], acc[r]) : total[r]);
 }
 
 INLINE void group_q4_0(const uint8_t *w, int nb, const st_tile *t, int at, const int R) {
-    const uint16_t *scales = (const uint16_t *)(const void *)w;
-    const uint8_t *codes = w + st_pack_scale_bytes(nb * 32);
-    const __m256i nibble = _mm256_set1_epi8(15);
-    vf acc[ST_TILE], total[ST_TILE];
-    for (int r = 0; r < R; r++) acc[r] = total[r] = vf_set1(0.0f);
-    for (int b = 0; b < nb; b++, codes += 256) {
-        vf ws = vf_loadh(scales + b * ST_LANES);
-        vi sum[ST_TILE]; /* 16-bit words: eight steps of at most 2 * 15 * 127 fit */
-        for (int r = 0; r < R; r++) sum[r].a = sum[r].b = _mm256_setzero_si256();
-        for (int s = 0; s < 4; s++) {
-            __m256i c0 = load32(codes + 64 * s), c1 = load32(codes + 64 * s + 32);
-            __m256i l0 = _mm256_and_si256(c0, nibble), l1 = _mm256_and_si256(c1, nibble);
-            __m256i h0 = _mm256_and_si256(_mm256_srli_epi16(c0, 4), nibble);
-            __m256i h1 = _mm256_and_si256(_mm256_srli_epi16(c1, 4), nibble);
-            for (int r = 0; r < R; r++) {
-                __m256i x = dup32(t->q[r] + b * 32 + 4 * s), y = dup32(t->q[r] + b * 32 + 16 + 4 * s);
-                sum[r].a = _mm256_add_epi16(sum[r].a, _mm256_add_epi16(_mm256_maddubs_epi16(l0, x), _mm256_maddubs_epi16(h0, y)));
-                sum[r].b = _mm256_add_epi16(sum[r].b, _mm256_add_epi16(_mm256_maddubs_epi16(l1, x), _mm256_maddubs_epi16(h1, y)));
-            }
-        }
-        for (int r = 0; r < R; r++) {
-            __m256i offset = _mm256_set1_epi32(t->sum[r][b] * 8);
-            vi isum = {_mm256_sub_epi32(pairs(sum[r].a), offset), _mm256_sub_epi32(pairs(sum[r].b), offset)};
-            acc[r] = vf_fma(vf_mul(ws, vf_set1(t->d[r][b])), vf_cvt(isum), acc[r]);
-        }
-        if ((b & 7) == 7) join_segment(total, acc, R);
+    for (int half = 0; half < 2; half++) {
+        half_q4_0(w, nb, t, 0, at, half, R < QUARTER ? R : QUARTER);
+        if (R > QUARTER) half_q4_0(w, nb, t, QUARTER, at, half, R - QUARTER);
     }
-    for (int r = 0; r < R; r++) finish(t, r, at, nb & 7 ? vf_add(total[r], acc[r]) : total[r]);
 }
 
 const st_kernels st_kernels_avx2 = KERNEL_TABLE("avx2");
