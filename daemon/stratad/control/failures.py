@@ -2,9 +2,8 @@
 
 A `StrataError` called `engine_down` leaves the socket as `io.strata.Control.EngineDown`, with its message, the
 parameter at fault and whether a retry makes sense. Failures that only a socket knows are declared below the table.
+The interface description is computed from the annotations here, so their evaluation must not be postponed.
 """
-
-from __future__ import annotations
 
 import types
 from typing import Any

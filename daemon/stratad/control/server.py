@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import os
 import select
@@ -99,7 +100,9 @@ class _Connection:
         except WireError as err:
             self._writer.write(encode(ProtocolViolation(message=str(err)).toreply()))
         except (ConnectionError, asyncio.CancelledError):
-            pass  # the client is gone or the daemon stops: either way there is nobody to tell
+            # The client is gone, or the daemon stops. Only an idle client gets the rest of what was written.
+            if self.answering:
+                transport.abort()
         finally:
             self._task = None  # from here on nothing is left to interrupt
             await self._hang_up()
@@ -237,7 +240,8 @@ class ControlServer:
             self._spare = None
 
     async def _wait_for_clients(self) -> None:
-        for _ in range(2):  # first they may finish, then they must
+        """First they may finish, then the answers are given up, at last the writing of what was answered."""
+        for _ in range(3):
             if self._clients:
                 await asyncio.wait(list(self._clients), timeout=self._limits.close_s)
             for task in self._clients:
@@ -280,9 +284,10 @@ class ControlServer:
         connection = _Connection(registry_for(peer, self._policy, self._control), self._limits, self._closing)
         task = asyncio.get_running_loop().create_task(connection.run(sock), name=f"control {peer}")
         self._clients[task] = connection
-        task.add_done_callback(self._forget)
+        task.add_done_callback(functools.partial(self._forget, sock))
 
-    def _forget(self, task: asyncio.Task[None]) -> None:
+    def _forget(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
+        sock.close()  # a task that was cancelled before its first step has not done so
         del self._clients[task]
         if not task.cancelled() and task.exception() is not None:
             _logger.error("control connection failed", exc_info=task.exception())

@@ -50,7 +50,7 @@ def _refuse_constant(name: str) -> NoReturn:
 def _check_depth(value: Any) -> None:
     """Walk level by level: recursion here would be the very fault this guards against."""
     level = [value]
-    for _ in range(DEPTH_LIMIT + 1):
+    for _ in range(DEPTH_LIMIT):
         level = [child for node in level for child in _children(node) if isinstance(child, dict | list)]
         if not level:
             return
