@@ -283,6 +283,8 @@ typedef struct st_sampler st_sampler;
 
 ST_API int st_sampler_new(int n_vocab, st_sampler **out, st_error *err);
 ST_API void st_sampler_free(st_sampler *s); /* NULL is fine */
+/* Let it use a faster function that gives the bits of st_exp_sub (st_kernels.exp_sub). */
+ST_API void st_sampler_set_exp(st_sampler *s, void (*exp_sub)(const float *x, int n, float m, float scale, float *y));
 
 /* The token for `position` (its index in prompt + output) from raw logits[n_vocab], which stay as they are. `sp` has
  * passed st_sampling_check. `pen` may be NULL when no penalty is on. Errors: non_finite, no_candidates, internal. */

@@ -25,7 +25,7 @@ typedef struct cand {
 
 struct st_sampler {
     int n, n_blocks;
-    st_exp_sub_fn exp_sub;
+    void (*exp_sub)(const float *x, int n, float m, float scale, float *y);
 
     const float *logits; /* of this call: raw, or adj once something changed them */
     float *adj;          /* [n] penalties, bias and mask applied; excluded = -infinity */
@@ -232,7 +232,9 @@ void st_sampler_free(st_sampler *s) {
     free(s);
 }
 
-void st_sampler_set_exp(st_sampler *s, st_exp_sub_fn exp_sub) { s->exp_sub = exp_sub; }
+void st_sampler_set_exp(st_sampler *s, void (*exp_sub)(const float *x, int n, float m, float scale, float *y)) {
+    s->exp_sub = exp_sub;
+}
 
 /* ---- one pass over the row -------------------------------------------------------------------------------------- */
 

@@ -44,10 +44,4 @@
 
 enum { ST_DRAW_TOKEN = 0 };
 
-/* y[i] = st_exp((x[i] - m) * scale), n values. */
-typedef void (*st_exp_sub_fn)(const float *x, int n, float m, float scale, float *y);
-
-/* Let the sampler use a faster function that gives the same bits (st_kernels.exp_sub). */
-void st_sampler_set_exp(st_sampler *s, st_exp_sub_fn exp_sub);
-
 #endif
