@@ -12,6 +12,7 @@ import difflib
 import json
 import math
 import os
+import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -206,15 +207,13 @@ def _parse_bool(_setting: Setting, text: str) -> object:
 
 
 def _parse_int(_setting: Setting, text: str) -> object:
-    try:
-        return int(text.strip(), 10)
-    except ValueError:
-        return text
+    plain_digits = re.fullmatch(r"\s*[+-]?[0-9]{1,18}\s*", text)
+    return int(text) if plain_digits else text
 
 
 def _parse_float(_setting: Setting, text: str) -> object:
     try:
-        return float(text)
+        return float(text) if text.isascii() and "_" not in text else text
     except ValueError:
         return text
 
