@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 
+from stratactl import __version__
 from stratactl.client import Client, ClientError, Denied, NotRunning, Refused, TimedOut, path_fault
 from stratactl.parser import build
 from stratactl.places import candidates
@@ -74,6 +75,9 @@ def main(argv: list[str] | None = None) -> int:
     except ClientError as err:
         note(str(err))
         return _CODES.get(type(err), FAILED)
+    except KeyError as err:
+        note(f"the daemon's answer lacks {err}; its version may differ too much from {__version__}")
+        return FAILED
     except OSError as err:  # stdout is full or broken
         note(f"cannot write: {err.strerror}")
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains once more

@@ -63,15 +63,15 @@ class Client:
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         """The reply of a method that replies once."""
         self._send({"method": method, "parameters": parameters})
-        reply: dict[str, Any] = self._receive().get("parameters", {})
-        return reply
+        answer: dict[str, Any] = self._receive()["parameters"]
+        return answer
 
     def stream(self, method: str, **parameters: Any) -> Iterator[dict[str, Any]]:
         """The replies of a method called with `more`, until the last."""
         self._send({"method": method, "parameters": parameters, "more": True})
         while True:
             reply = self._receive()
-            yield reply.get("parameters", {})
+            yield reply["parameters"]
             if not reply.get("continues"):
                 return
 
@@ -108,12 +108,13 @@ class Client:
         message, _, self._received = self._received.partition(b"\0")
         try:
             reply = json.loads(message)
-            error, parameters = reply.get("error"), reply.get("parameters", {})
-        except (ValueError, AttributeError):
-            raise ClientError(f"{self.path} does not speak Varlink") from None
-        if error is not None:
-            raise Refused(str(error), parameters)
-        return dict(reply)
+        except ValueError:
+            reply = None
+        if not isinstance(reply, dict) or not isinstance(reply.setdefault("parameters", {}), dict):
+            raise ClientError(f"{self.path} does not speak Varlink")
+        if reply.get("error") is not None:
+            raise Refused(str(reply["error"]), reply["parameters"])
+        return reply
 
     def _chunk(self) -> bytes:
         try:

@@ -1,4 +1,4 @@
-"""Where the control socket is looked for. The nearest daemon first: a checkout's, then the user's, then the system's."""
+"""Where the control socket is looked for: the nearest daemon first, a checkout's, the user's, the system's."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ def _help(args: Namespace, _connect: Callable[[], Client]) -> int:
 
 def _warn_of_versions(reply: dict[str, Any]) -> None:
     if reply["version"] != __version__:
-        note(f"stratactl is version {__version__}, the daemon (stratad) is version {reply['version']}")
+        note(f"stratactl is version {__version__}, the daemon is version {reply['version']}")
 
 
 def explain_unknown_method(client: Client, err: Refused) -> str:

@@ -6,8 +6,6 @@ postpone their evaluation. Every answer is made from the snapshot; no method wai
 
 import asyncio
 import dataclasses
-import functools
-import importlib.metadata
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
@@ -19,12 +17,13 @@ from stratad.control.failures import ERRORS, INTERFACE, PermissionDenied
 from stratad.control.peer import Access, Peer, Policy, access_of
 from stratad.errors import StrataError
 from stratad.types import Service
+from stratad.version import daemon_version
 
 PROTOCOL = 1  # of this interface; raised when an existing method changes its meaning
 SPEAK_EVERY_S = 5.0  # Watch is never silent for longer
 INTERVAL_MS = (50, 60_000)  # how often Watch may look for a change
-# Snapshot members that always move and so are no change worth telling.
-RESTLESS = frozenset({"uptime_s", "time", "updated"})
+# Members of the snapshot, at any depth, that only say how time passes: no change worth telling.
+RESTLESS = frozenset({"uptime_s", "silent_s"})
 
 _logger = logging.getLogger("stratad.control")
 
@@ -63,16 +62,8 @@ class _Version(TypedDict):
 class _Status(TypedDict):
     version: str
     state: str
+    state_detail: str
     status: Any
-
-
-@functools.cache
-def daemon_version() -> str:
-    """The version of this distribution; `0` where it is not installed (a bare source tree)."""
-    try:
-        return importlib.metadata.version("strata-server")
-    except importlib.metadata.PackageNotFoundError:
-        return "0"
 
 
 class Control(VarlinkInterface, name=INTERFACE):
@@ -102,7 +93,7 @@ class Control(VarlinkInterface, name=INTERFACE):
 
     @varlinkmethod(allow_foreign=True)
     def Status(self) -> _Status:
-        """The state in one word, and the complete snapshot as an object."""
+        """The state in one word, what there is to say about it, and the complete snapshot as an object."""
         return self._status()
 
     @varlinkmethod(allow_foreign=True, delay_generator=False)
@@ -142,7 +133,12 @@ class Control(VarlinkInterface, name=INTERFACE):
 
     def _status(self) -> _Status:
         snapshot = self._service.status()
-        return {"version": daemon_version(), "state": str(snapshot.get("state", "unknown")), "status": snapshot}
+        return {
+            "version": daemon_version(),
+            "state": str(snapshot.get("state", "unknown")),
+            "state_detail": str(snapshot.get("state_detail", "")),
+            "status": snapshot,
+        }
 
 
 def _whole(text: str | None) -> int | None:
@@ -161,7 +157,14 @@ def _interval(milliseconds: int | None) -> float:
 
 
 def _digest(snapshot: Mapping[str, object]) -> str:
-    return json.dumps({key: value for key, value in snapshot.items() if key not in RESTLESS}, default=str)
+    """A text that is equal for equal snapshots, but for what is restless."""
+    return json.dumps(_settled(snapshot), default=str)
+
+
+def _settled(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {key: _settled(member) for key, member in value.items() if key not in RESTLESS}
+    return [_settled(member) for member in value] if isinstance(value, list) else value
 
 
 def _setting(row: Mapping[str, object]) -> Setting:

@@ -12,6 +12,7 @@ from stratad.control import interface as module
 from stratad.control.failures import SHARED, from_strata
 from stratad.errors import KINDS, StrataError
 from stratad.settings import SETTINGS
+from stratad.version import daemon_version
 
 from tests.daemon.control.support import Daemon, Raw
 
@@ -72,15 +73,15 @@ def test_unknown_interface_and_method(daemon: Daemon, client: varlink.Client) ->
 
 
 def test_status_is_the_snapshot(daemon: Daemon, control: Any) -> None:
-    daemon.service.snapshot = {"state": "ready", "engine": {"slots": [1, None, 2.5]}}
+    daemon.service.snapshot = {"state": "loading", "state_detail": "40 %", "engine": {"slots": [1, None, 2.5]}}
     reply = control.Status()
-    assert reply["state"] == "ready"
+    assert (reply["state"], reply["state_detail"], reply["version"]) == ("loading", "40 %", daemon_version())
     assert reply["status"] == daemon.service.snapshot
 
 
 def test_versions_before_and_after_the_engine_is_ready(daemon: Daemon, control: Any) -> None:
     before = control.Version()
-    assert before == {"version": module.daemon_version(), "protocol": module.PROTOCOL}
+    assert before == {"version": daemon_version(), "protocol": module.PROTOCOL}
     daemon.service.ready()
     engine = {"engine": "0.1.0", "engine_protocol": 1, "arithmetic": 1, "arch": "qwen35moe"}
     assert control.Version() == {**before, **engine}
@@ -118,9 +119,10 @@ def test_watch_is_silent_while_only_time_passes_then_speaks(
     daemon: Daemon, control: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "SPEAK_EVERY_S", 0.5)
+    daemon.service.snapshot["engine"] = {"silent_s": 1.0}
     replies = control.Watch(50, _more=True)
     next(replies)
-    daemon.service.snapshot = {**daemon.service.snapshot, "uptime_s": 99.0}
+    daemon.service.snapshot = {**daemon.service.snapshot, "uptime_s": 99.0, "engine": {"silent_s": 2.0}}
     started = time.monotonic()
     assert next(replies)["status"]["uptime_s"] == 99.0
     assert 0.3 < time.monotonic() - started < 3
