@@ -101,7 +101,7 @@ static void load(const char *folder) {
     if (dir) closedir(dir);
 }
 
-/* One change: a bit, an edge value of 1, 4 or 8 bytes, a small step, a cut, a repeated stretch, or a piece of another. */
+/* One change: a bit, an edge value of 1, 4 or 8 bytes, a small step, a cut, a repeat, or a piece of another input. */
 static size_t mutate(uint8_t *data, size_t n) {
     static const uint64_t edges[] = {0,       1,          2,          7,          8,          9,         13,   31,
                                      32,      33,         64,         127,        255,        256,       4096, 65535,

@@ -32,7 +32,8 @@ static void read_kv(const st_gguf *g, const st_gguf_kv *kv, const uint8_t *data,
     double d;
     int b;
     st_error err;
-    require(kv->data >= data && kv->nbytes <= size && (size_t)(kv->data - data) <= size - kv->nbytes, "a value is inside");
+    require(kv->data >= data && kv->nbytes <= size && (size_t)(kv->data - data) <= size - kv->nbytes,
+            "a value is inside");
     require(st_gguf_kv_find(g, kv->key) == kv, "a key is found by its name");
     for (uint64_t i = 0; kv->elem_type == ST_GGUF_STRING && i < kv->count; i += 1 + i / 100) {
         require(st_gguf_kv_str(kv, i, &text) == 0, "a string can be read");

@@ -105,6 +105,9 @@ class GGUF:
     model_unsupported, no_memory) when it cannot be opened. Not to be closed while another thread uses it.
     """
 
+    _handle: Any = None
+    _data: Any = None
+
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._handle = self._open(lib.st_gguf_open, os.fsencode(path))
         self._load()
@@ -157,7 +160,8 @@ class GGUF:
         found = lib.st_gguf_tensor_find(self.handle, name.encode())
         if found == ffi.NULL:
             raise KeyError(name)
-        return self.tensors[found - lib.st_gguf_tensor_at(self.handle, 0)]
+        index: int = found - lib.st_gguf_tensor_at(self.handle, 0)
+        return self.tensors[index]
 
     def read(self, tensor: Tensor, start: int = 0, size: int | None = None) -> bytes:
         """A copy of `size` bytes of a tensor's data from byte `start` on (to its end when None)."""
@@ -186,8 +190,7 @@ class GGUF:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_handle", None) is not None:
-            self.close()
+        self.close()
 
 
 def _strings(entry: Any) -> list[bytes]:

@@ -27,7 +27,7 @@
 enum {
     SAMPLE = 4096,
     DIGEST = 16,
-    FAR_APART = 1 << 18 /* pieces of this size have samples that read-ahead does not reach; how they are read, not what */
+    FAR_APART = 1 << 18 /* pieces of this size have samples out of reach of read-ahead: says how to read, not what */
 };
 
 static void add_u64(st_blake2b *hash, uint64_t v) { st_blake2b_update(hash, &v, sizeof v); }

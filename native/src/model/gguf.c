@@ -147,7 +147,8 @@ static const char *take_name(cursor *c, uint64_t max, const char *field) {
     for (uint64_t i = 0; i < len;) {
         int step = st_utf8_char(p + i, (size_t)(len - i), &point);
         if (!step || point < 0x20 || point == 0x7f) {
-            bad(c, "model_format", "%s '%.*s' is not plain UTF-8 text", field, len > 100 ? 100 : (int)len, (const char *)p);
+            bad(c, "model_format", "%s '%.*s' is not plain UTF-8 text", field, len > 100 ? 100 : (int)len,
+                (const char *)p);
             return NULL;
         }
         i += (uint64_t)step;
@@ -184,8 +185,9 @@ static int parse_array_head(cursor *c, st_gguf_kv *kv) {
     kv->elem_type = (int)type;
     uint64_t smallest = type == ST_GGUF_STRING ? 8 : VALUE_BYTES[type];
     if (kv->count > left(c) / smallest)
-        return bad(c, "model_format", "the array's length %" PRIu64 " is more than the rest of the file can hold (%" PRIu64 ")",
-                   kv->count, left(c) / smallest);
+        return bad(c, "model_format",
+                   "the array's length %" PRIu64 " is more than the rest of the file can hold (%" PRIu64 ")", kv->count,
+                   left(c) / smallest);
     return 0;
 }
 
@@ -313,8 +315,8 @@ static int place_tensors(cursor *c, uint64_t first) {
         st_gguf_tensor *t = &c->g->tensors[i];
         c->name = t->name;
         if (t->offset % s->alignment)
-            return bad(c, "model_format", "the offset %" PRIu64 " is not a multiple of the alignment %" PRIu64, t->offset,
-                       s->alignment);
+            return bad(c, "model_format", "the offset %" PRIu64 " is not a multiple of the alignment %" PRIu64,
+                       t->offset, s->alignment);
         if (t->offset > blob || t->nbytes > blob - t->offset)
             return bad(c, "model_format",
                        "%" PRIu64 " bytes at offset %" PRIu64 " run past the end of the file's data (%" PRIu64
@@ -357,11 +359,14 @@ static int check_magic(cursor *c) {
 static int check_version(cursor *c) {
     uint32_t v = c->s->version;
     if (v == 2 || v == 3) return 0;
-    if (v == 1) return bad(c, "model_unsupported", "GGUF version 1 is too old (2 and 3 are supported); convert the model again");
+    if (v == 1)
+        return bad(c, "model_unsupported",
+                   "GGUF version 1 is too old (2 and 3 are supported); convert the model again");
     if (v != 0 && (v & 0xffff) == 0)
         return bad(c, "model_unsupported", "a big-endian GGUF file; only little-endian files are supported");
     if (v == 0) return bad(c, "model_format", "GGUF version 0 does not exist");
-    return bad(c, "model_unsupported", "GGUF version %" PRIu32 " is newer than this program (2 and 3 are supported)", v);
+    return bad(c, "model_unsupported",
+               "GGUF version %" PRIu32 " is newer than this program (2 and 3 are supported)", v);
 }
 
 /* A count of the header against the least its entries take. */
@@ -388,7 +393,8 @@ static int parse_shard(st_gguf *g, st_error *err) {
     if (check_magic(&c) < 0) return -1;
     c.pos = 4;
     if (take_u32(&c, &c.s->version, "the version") < 0 || check_version(&c) < 0) return -1;
-    if (take_u64(&c, &n_tensors, "the number of tensors") < 0 || take_u64(&c, &n_kv, "the number of keys") < 0) return -1;
+    if (take_u64(&c, &n_tensors, "the number of tensors") < 0 || take_u64(&c, &n_kv, "the number of keys") < 0)
+        return -1;
     if (check_count(&c, "keys", n_kv, MIN_KV_BYTES) < 0 || check_count(&c, "tensors", n_tensors, MIN_TENSOR_BYTES) < 0)
         return -1;
     if (parse_metadata(&c, n_kv) < 0 || read_alignment(&c) < 0 || parse_tensors(&c, n_tensors) < 0) return -1;
@@ -420,7 +426,8 @@ static void release_shard(st_gguf_shard *s) {
 static int map_descriptor(st_gguf_shard *s, int fd, st_error *err) {
     struct stat st;
     if (fstat(fd, &st) < 0) return st_fail(err, "model_open", "%s: %s", s->label, strerror(errno));
-    if (S_ISDIR(st.st_mode)) return st_fail(err, "model_open", "%s: is a directory; name the .gguf file in it", s->label);
+    if (S_ISDIR(st.st_mode))
+        return st_fail(err, "model_open", "%s: is a directory; name the .gguf file in it", s->label);
     if (!S_ISREG(st.st_mode)) return st_fail(err, "model_open", "%s: is not a regular file", s->label);
     if (st.st_size == 0) return 0; /* nothing to map; check_magic says so */
     void *base = mmap(NULL, (size_t)st.st_size, PROT_READ, MAP_SHARED, fd, 0);
@@ -457,7 +464,8 @@ typedef struct split {
 
 static int read_split(const st_gguf_shard *s, split *out, st_error *err) {
     *out = (split){.no = 0, .count = 1, .tensors = UINT64_MAX};
-    if (st_gguf_shard_u64(s, "split.no", &out->no, err) < 0 || st_gguf_shard_u64(s, "split.count", &out->count, err) < 0 ||
+    if (st_gguf_shard_u64(s, "split.no", &out->no, err) < 0 ||
+        st_gguf_shard_u64(s, "split.count", &out->count, err) < 0 ||
         st_gguf_shard_u64(s, "split.tensors.count", &out->tensors, err) < 0)
         return -1;
     return 0;
@@ -474,8 +482,10 @@ static ptrdiff_t split_stem(const char *path, uint64_t part, uint64_t count) {
 /* Open part i (from 0) of `first` and see that it is that part. */
 static int add_part(st_gguf *g, const char *stem, int stem_len, uint64_t i, const split *first, st_error *err) {
     char path[4352];
-    int n = snprintf(path, sizeof path, "%.*s-%05" PRIu64 "-of-%05" PRIu64 ".gguf", stem_len, stem, i + 1, first->count);
-    if (n < 0 || (size_t)n >= sizeof path) return st_fail(err, "model_open", "%s: the path is too long", g->shards[0].label);
+    int n = snprintf(path, sizeof path, "%.*s-%05" PRIu64 "-of-%05" PRIu64 ".gguf", stem_len, stem, i + 1,
+                     first->count);
+    if (n < 0 || (size_t)n >= sizeof path)
+        return st_fail(err, "model_open", "%s: the path is too long", g->shards[0].label);
     if (access(path, F_OK) < 0 && errno == ENOENT) {
         const char *slash = strrchr(path, '/');
         return st_fail(err, "model_open", "%s: part %" PRIu64 " of %" PRIu64 " is missing: %s should lie beside it",
@@ -485,8 +495,8 @@ static int add_part(st_gguf *g, const char *stem, int stem_len, uint64_t i, cons
     if (add_file(g, path, err) < 0 || read_split(&g->shards[i], &here, err) < 0) return -1;
     if (here.no != i || here.count != first->count)
         return st_fail(err, "model_format",
-                       "%s: should be part %" PRIu64 " of %" PRIu64 ", but split.no %" PRIu64 " and split.count %" PRIu64
-                       " say part %" PRIu64 " of %" PRIu64,
+                       "%s: should be part %" PRIu64 " of %" PRIu64 ", but split.no %" PRIu64
+                       " and split.count %" PRIu64 " say part %" PRIu64 " of %" PRIu64,
                        g->shards[i].label, i + 1, first->count, here.no, here.count, here.no + 1, here.count);
     return 0;
 }
@@ -498,13 +508,15 @@ static int add_other_parts(st_gguf *g, const char *path, st_error *err) {
     if (read_split(&g->shards[0], &first, err) < 0) return -1;
     if (first.count <= 1) return 0;
     if (first.count > UINT16_MAX)
-        return st_fail(err, "model_format", "%s: split.count is %" PRIu64 "; 65535 at most is allowed", label, first.count);
+        return st_fail(err, "model_format", "%s: split.count is %" PRIu64 "; 65535 at most is allowed", label,
+                       first.count);
     if (first.no != 0)
         return st_fail(err, "model_format",
                        "%s: this is part %" PRIu64 " of %" PRIu64 " (split.no %" PRIu64
                        "); open the first part (...-00001-of-%05" PRIu64 ".gguf), the others are found beside it",
                        label, first.no + 1, first.count, first.no, first.count);
-    if (!path) return st_fail(err, "model_unsupported", "%s: a split model (split.count) cannot be read from memory", label);
+    if (!path)
+        return st_fail(err, "model_unsupported", "%s: a split model (split.count) cannot be read from memory", label);
     ptrdiff_t stem = split_stem(path, 1, first.count);
     if (stem < 0)
         return st_fail(err, "model_open",
@@ -515,8 +527,9 @@ static int add_other_parts(st_gguf *g, const char *path, st_error *err) {
         if (add_part(g, path, (int)stem, i, &first, err) < 0) return -1;
     }
     if (first.tensors != UINT64_MAX && first.tensors != g->n_tensors)
-        return st_fail(err, "model_format", "%s: split.tensors.count is %" PRIu64 ", but all parts together hold %" PRIu64,
-                       label, first.tensors, g->n_tensors);
+        return st_fail(err, "model_format",
+                       "%s: split.tensors.count is %" PRIu64 ", but all parts together hold %" PRIu64, label,
+                       first.tensors, g->n_tensors);
     return 0;
 }
 
@@ -533,16 +546,17 @@ static int by_place(const void *a, const void *b) {
     return x->offset < y->offset ? -1 : x->offset > y->offset;
 }
 
-/* Tensors must not share bytes: a wrong type or size shows itself so, and the sum of all sizes is at most the file's. */
+/* Tensors must not share bytes: a wrong type or size shows itself so, and all together are no larger than the file. */
 static int check_overlap(const st_gguf *g, const st_gguf_tensor **order, st_error *err) {
     qsort(order, (size_t)g->n_tensors, sizeof *order, by_place);
     for (uint64_t i = 1; i < g->n_tensors; i++) {
         const st_gguf_tensor *a = order[i - 1], *b = order[i];
         if (a->shard == b->shard && b->offset - a->offset < a->nbytes)
             return st_fail(err, "model_format",
-                           "%s: tensor '%.80s' (%s, %" PRIu64 " bytes at byte %" PRIu64 ") runs into tensor '%.80s' at byte %" PRIu64,
-                           g->shards[a->shard].label, a->name, st_ggml_type_find(a->type)->name, a->nbytes, a->offset, b->name,
-                           b->offset);
+                           "%s: tensor '%.80s' (%s, %" PRIu64 " bytes at byte %" PRIu64
+                           ") runs into tensor '%.80s' at byte %" PRIu64,
+                           g->shards[a->shard].label, a->name, st_ggml_type_find(a->type)->name, a->nbytes, a->offset,
+                           b->name, b->offset);
     }
     return 0;
 }
@@ -557,8 +571,8 @@ static int index_tensors(st_gguf *g, st_error *err) {
     qsort(order, (size_t)g->n_tensors, sizeof *order, by_name);
     for (uint64_t i = 1; i < g->n_tensors; i++) {
         if (strcmp(order[i - 1]->name, order[i]->name) == 0)
-            return st_fail(err, "model_format", "%s: the tensor '%.100s' appears twice", g->shards[order[i]->shard].label,
-                           order[i]->name);
+            return st_fail(err, "model_format", "%s: the tensor '%.100s' appears twice",
+                           g->shards[order[i]->shard].label, order[i]->name);
     }
     return 0;
 }
@@ -617,12 +631,14 @@ int st_gguf_advise_range(const st_gguf *g, const st_gguf_tensor *t, uint64_t sta
                          st_error *err) {
     const st_gguf_shard *s = &g->shards[t->shard];
     if (start > t->nbytes || len > t->nbytes - start)
-        return st_fail(err, "internal", "%s: tensor '%.100s': bytes %" PRIu64 "+%" PRIu64 " are not all inside its %" PRIu64,
-                       s->label, t->name, start, len, t->nbytes);
+        return st_fail(err, "internal",
+                       "%s: tensor '%.100s': bytes %" PRIu64 "+%" PRIu64 " are not all inside its %" PRIu64, s->label,
+                       t->name, start, len, t->nbytes);
     if (!s->mapped || len == 0) return 0; /* MADV_DONTNEED would clear memory that is no file */
     uint64_t page = (uint64_t)sysconf(_SC_PAGESIZE), from = (t->offset + start) / page * page;
     if (madvise((void *)(uintptr_t)(s->base + from), (size_t)(t->offset + start + len - from), advice) == 0) return 0;
-    return st_fail(err, "model_open", "%s: tensor '%.100s': madvise(%d): %s", s->label, t->name, advice, strerror(errno));
+    return st_fail(err, "model_open", "%s: tensor '%.100s': madvise(%d): %s", s->label, t->name, advice,
+                   strerror(errno));
 }
 
 int st_gguf_advise(const st_gguf *g, const st_gguf_tensor *t, int advice, st_error *err) {

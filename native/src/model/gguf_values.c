@@ -127,12 +127,14 @@ static int wrong_type(const st_gguf_shard *s, const st_gguf_kv *kv, const char *
                    array ? "array of " : "", st_gguf_type_name((uint32_t)kv->elem_type), needed);
 }
 
-static int out_of_range(const st_gguf_shard *s, const st_gguf_kv *kv, uint64_t i, wide v, const char *range, st_error *err) {
+static int out_of_range(const st_gguf_shard *s, const st_gguf_kv *kv, uint64_t i, wide v, const char *range,
+                        st_error *err) {
     char place[40] = "", value[24];
     if (kv->type == ST_GGUF_ARRAY) snprintf(place, sizeof place, " (element %" PRIu64 ")", i);
     if (v < 0) snprintf(value, sizeof value, "%" PRId64, (int64_t)v);
     else snprintf(value, sizeof value, "%" PRIu64, (uint64_t)v);
-    return st_fail(err, "model_format", "%s: key '%.100s'%s is %s; %s is needed", s->label, kv->key, place, value, range);
+    return st_fail(err, "model_format", "%s: key '%.100s'%s is %s; %s is needed", s->label, kv->key, place, value,
+                   range);
 }
 
 /* A scalar integer in lo..hi. 1 found, 0 absent, -1 error. */
@@ -190,7 +192,8 @@ static int find_at_least(const st_gguf *g, const char *key, uint64_t n, const st
     if (!kv) return 0;
     if (kv->type == ST_GGUF_ARRAY && kv->count < n)
         return st_fail(err, "model_format",
-                       "%s: key '%.100s' is an array of %" PRIu64 "; at least %" PRIu64 " elements or a single value are needed",
+                       "%s: key '%.100s' is an array of %" PRIu64 "; at least %" PRIu64
+                       " elements or a single value are needed",
                        g->shards[0].label, kv->key, kv->count, n);
     return 1;
 }
