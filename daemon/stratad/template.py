@@ -22,7 +22,6 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-
 from stratad.errors import StrataError
 from stratad.tokens import SENTINEL, Tokens
 
@@ -141,11 +140,8 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise _failed(f"line {error.lineno}: {error.message}") from None
         self._open_ends = tokens.open_ends(_literals(tree))
-        self._specials = {
-            name: tokens.text_of(token)
-            for name, token in (("bos_token", tokens.bos_id), ("eos_token", tokens.eos_id), ("pad_token", tokens.pad_id))
-            if token is not None
-        }
+        named = {"bos_token": tokens.bos_id, "eos_token": tokens.eos_id, "pad_token": tokens.pad_id}
+        self._specials = {name: tokens.text_of(token) for name, token in named.items() if token is not None}
 
     def render(
         self,
@@ -253,5 +249,3 @@ def _with_argument_object(call: Mapping[str, Any]) -> Mapping[str, Any]:
     except ValueError:
         return call
     return {**call, "function": {**function, "arguments": parsed}} if isinstance(parsed, dict) else call
-
-

@@ -263,7 +263,7 @@ def _hf_pre_tokenizer(pre: PreTokenizer) -> pre_tokenizers.PreTokenizer:
     if pre.regex is not None:
         stages.append(pre_tokenizers.Split(Regex(pre.regex), behavior="isolated"))
     stages.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.regex is None))
-    return pre_tokenizers.Sequence(stages)  # type: ignore[arg-type]
+    return pre_tokenizers.Sequence(stages)
 
 
 def _cut_regex(control: Iterable[str]) -> re.Pattern[str] | None:

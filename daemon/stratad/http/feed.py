@@ -1,0 +1,142 @@
+"""The events of one generation, and its client's leaving, in one place to wait for."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from types import TracebackType
+
+from starlette.types import Receive
+from stratad.errors import StrataError
+from stratad.http.drain import Drain
+from stratad.types import Event, Generation
+
+log = logging.getLogger(__name__)
+
+HELD_EVENTS = 512
+"""Events taken from a generation while the client does not read; beyond that they wait where they are made."""
+
+END_WAIT_S = 10.0
+"""How long a stopped generation may take to say so before it is left alone."""
+
+
+class ClientLeft(Exception):
+    """Nobody waits for this answer any more."""
+
+
+class Feed:
+    """An async context manager around a generation; leaving it stops the generation if it still runs.
+
+    Events that arrive together are taken together, which is what makes many tokens per second cheap.
+    """
+
+    def __init__(self, generation: Generation, receive: Receive, drain: Drain) -> None:
+        self._generation, self._receive = generation, receive
+        self._events: deque[Event] = deque()
+        self._ended = False
+        self._gone = False
+        self._error: StrataError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._room = asyncio.Event()
+        self._cut = drain.at_cut(self._on_cut)
+
+    async def __aenter__(self) -> Feed:
+        self._pump_task = asyncio.create_task(self._pump())
+        self._watch_task = asyncio.create_task(self._watch())
+        self._cut.__enter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._cut.__exit__(kind, error, trace)
+        self._watch_task.cancel()
+        if not self._pump_task.done():
+            await self._generation.cancel()
+            self._room.set()
+            await asyncio.wait([self._pump_task], timeout=END_WAIT_S)
+            self._pump_task.cancel()
+        await asyncio.wait([self._pump_task, self._watch_task])
+
+    async def take(self, silence_s: float | None = None) -> list[Event] | None:
+        """The events since the last call. An empty list after `silence_s` without one; None after the last.
+
+        Raises ClientLeft as soon as the client is known to have gone, and the generation's StrataError after the
+        events before it.
+        """
+        if not (self._events or self._ended or self._gone):
+            await self._wait(silence_s)
+        if self._gone:
+            raise ClientLeft
+        if self._events:
+            events = list(self._events)
+            self._events.clear()
+            self._room.set()
+            return events
+        if self._error is not None:
+            raise self._error
+        return None if self._ended else []
+
+    async def stop(self) -> list[Event]:
+        """Stop the generation and return what it still had to say; errors no longer matter."""
+        await self._generation.cancel()
+        rest: list[Event] = []
+        try:
+            async with asyncio.timeout(END_WAIT_S):
+                while (events := await self.take()) is not None:
+                    rest += events
+        except (StrataError, TimeoutError):
+            pass
+        return rest
+
+    async def _wait(self, silence_s: float | None) -> None:
+        loop = asyncio.get_running_loop()
+        waiter = self._waiter = loop.create_future()
+        timer = None if silence_s is None else loop.call_later(silence_s, _resolve, waiter)
+        try:
+            await waiter
+        finally:
+            self._waiter = None
+            if timer is not None:
+                timer.cancel()
+
+    def _wake(self) -> None:
+        if self._waiter is not None:
+            _resolve(self._waiter)
+
+    def _on_cut(self) -> None:
+        self._events.clear()
+        self._error = self._error or StrataError("draining", "the server is stopping; the answer was cut off")
+        self._ended = True
+        self._wake()
+
+    async def _pump(self) -> None:
+        try:
+            async for event in self._generation:
+                if self._ended:
+                    break
+                self._events.append(event)
+                self._wake()
+                if len(self._events) >= HELD_EVENTS:
+                    self._room.clear()
+                    await self._room.wait()
+        except StrataError as error:
+            self._error = self._error or error
+        except Exception:
+            log.exception("a generation failed")
+            self._error = StrataError("internal", "the answer failed for a reason that is in the log")
+        finally:
+            self._ended = True
+            self._wake()
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._gone = True
+        self._wake()
+
+
+def _resolve(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
