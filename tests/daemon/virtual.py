@@ -35,11 +35,16 @@ class VirtualTime:
         heapq.heappush(self._timers, (self._now + seconds, next(self._order), future))
         await future
 
+    def jump(self, seconds: float) -> None:
+        """Move the clock while nothing runs, as when the machine was asleep."""
+        self._now += seconds
+
     async def advance(self, seconds: float) -> None:
         end = self._now + seconds
         await settle()
         while self._timers and self._timers[0][0] <= end:
-            self._now, _, future = heapq.heappop(self._timers)
+            due, _, future = heapq.heappop(self._timers)
+            self._now = max(self._now, due)
             if not future.done():
                 future.set_result(None)
             await settle()

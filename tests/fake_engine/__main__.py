@@ -78,6 +78,7 @@ class FakeEngine:
         self.lines: queue.Queue[str] = queue.Queue()
         self.stop = threading.Event()
         self.hung = False
+        self.writing = threading.Lock()
         if args.once is not None:
             if args.once.exists():
                 defaults = options().parse_args([])
@@ -92,12 +93,13 @@ class FakeEngine:
         self.write(text.encode() + b"\n")
 
     def write(self, data: bytes) -> None:
-        if self.args.half_lines and len(data) > 1:
-            middle = len(data) // 2
-            self.raw(data[:middle])
-            time.sleep(0.002)
-            data = data[middle:]
-        self.raw(data)
+        with self.writing:
+            if self.args.half_lines and len(data) > 1:
+                middle = len(data) // 2
+                self.raw(data[:middle])
+                time.sleep(0.002)
+                data = data[middle:]
+            self.raw(data)
 
     @staticmethod
     def raw(data: bytes) -> None:
@@ -248,4 +250,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    os._exit(main())  # an orderly end of Python would give SIGTERM its deadly meaning back first
