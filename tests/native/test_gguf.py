@@ -319,10 +319,10 @@ def test_a_large_vocabulary_decodes_quickly() -> None:
     times = []
     for _ in range(3):
         with GGUF.from_bytes(data) as g:
-            start = time.perf_counter()
+            start = time.thread_time()
             assert g.metadata["w"] == words
-            times.append(time.perf_counter() - start)
-    assert min(times) < 0.3
+            times.append(time.thread_time() - start)
+    assert min(times) < 0.3  # seconds of processor time: what else runs does not count
 
 
 # ---- files that cannot be opened ----
@@ -487,10 +487,10 @@ def test_fingerprint_is_quick(model: Path) -> None:
     with GGUF(model) as g:
         times = []
         for _ in range(5):
-            start = time.perf_counter()
+            start = time.thread_time()
             g.fingerprint()
-            times.append(time.perf_counter() - start)
-    assert min(times) < 0.05
+            times.append(time.thread_time() - start)
+    assert min(times) < 0.05  # seconds of processor time
 
 
 # ---- advice ----
