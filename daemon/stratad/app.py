@@ -106,7 +106,7 @@ class Daemon:
         self._notifier = Notifier()
         self._end = asyncio.Event()
         self._hurry = asyncio.Event()
-        self._announced = False
+        self._serving = self._announced = False
         self.front: Front | None = None
         self.scheduler = Scheduler(self.settings, self._effects)
         self.supervisor = Supervisor(self._command, self.settings, self._effects, self.scheduler, self._changed)
@@ -189,17 +189,24 @@ class Daemon:
     async def _start_front(self) -> None:
         if self.front is not None:
             await self.front.start()
+        self._serving = True
+        self._announce()
 
     def _changed(self) -> None:
         """The engine's state changed: tell systemd, and end if the very first start was hopeless."""
         state = self.supervisor.state
         detail = state_detail(self.supervisor, self.scheduler)
         self._notifier.status(detail or state.value)
-        if state is EngineState.READY and not self._announced:
-            self._announced = True
-            self._notifier.send("READY=1")
+        self._announce()
         if state is EngineState.FAILED and self.supervisor.facts is None:
             self._end.set()
+
+    def _announce(self) -> None:
+        """READY to systemd, once, as soon as a request would be served."""
+        if self._serving and self.supervisor.state is EngineState.READY and not self._announced:
+            self._announced = True
+            self._notifier.send("READY=1")
+            _logger.info("ready: %s", ", ".join(self.front.addresses) if self.front is not None else "no listener")
 
     # -- signals
 

@@ -198,6 +198,7 @@ def _toml(value: object) -> str:
 def _run(inputs: config.Inputs, loaded: config.Loaded) -> int:
     from stratad.app import Daemon  # imports much: --help and --check-config need none of it
     from stratad.errors import StrataError
+    from stratad.http.app import open_http
     from stratad.lock import LockError
 
     logs.set_up(loaded.settings.text("log_level"), inputs.environ)
@@ -205,7 +206,7 @@ def _run(inputs: config.Inputs, loaded: config.Loaded) -> int:
         logging.getLogger("stratad.config").warning("%s", note)
 
     async def serve() -> int:
-        return await Daemon(inputs, loaded).run()
+        return await Daemon(inputs, loaded, open_http=open_http).run()
 
     try:
         return asyncio.run(serve())
