@@ -12,12 +12,13 @@
 #include <stdint.h>
 #include <string.h>
 
-/* ln 2 = HIGH (32 bits) + LOW; pi / 2 = A (29 bits) + B (29 bits) + C. */
+/* ln 2 = HIGH (32 bits) + LOW; pi / 2 = A (29 bits) + B (29 bits) + C + D. */
 #define ST_LN2_HIGH 0x1.62e42fee00000p-1
 #define ST_LN2_LOW 0x1.a39ef35793c76p-33
 #define ST_PIO2_A 0x1.921fb54000000p+0
 #define ST_PIO2_B 0x1.10b4611000000p-30
 #define ST_PIO2_C 0x1.4c4c6628b80dcp-59
+#define ST_PIO2_D 0x1.cd129024e088ap-115
 
 /* Largest |x| that st_sincos_d takes; beyond it both results are NaN, so that misuse shows. */
 #define ST_SINCOS_MAX 1e7
@@ -73,9 +74,10 @@ static inline double st_log_d(double x) {
     return dk * ST_LN2_HIGH - ((h - (s * (h + p) + dk * ST_LN2_LOW)) - f);
 }
 
-/* sin and cos of x (radians), |x| <= 1e7. Reduction by pi/2 in three parts: the first two have 29 bits, so that their
- * products with n (24 bits) are exact; r + t is the reduced argument to 100 bits. Taylor series to degree 17 and 16 on
- * |r| <= pi/4 (truncation below 2e-18). */
+/* sin and cos of x (radians), |x| <= 1e7. Reduction by pi/2 in four parts: the first two have 29 bits, so that their
+ * products with n (24 bits) are exact; C and D carry the digits that matter where x is next to a multiple of pi/2 and
+ * r as small as 2^-60. r + t is the reduced argument. Taylor series to degree 17 and 16 on |r| <= pi/4 (truncation
+ * below 2e-18). */
 static inline void st_sincos_d(double x, double *sin_out, double *cos_out) {
     if (!(x >= -ST_SINCOS_MAX && x <= ST_SINCOS_MAX)) {
         *sin_out = *cos_out = (double)NAN;
@@ -87,7 +89,7 @@ static inline void st_sincos_d(double x, double *sin_out, double *cos_out) {
     double rest = (w - (a - bb)) - (v + bb); /* w - v = a + rest, exactly */
     double c = n * ST_PIO2_C, d = fma(n, ST_PIO2_C, -c);
     double g = a - c, gb = g - a;
-    rest += ((a - (g - gb)) - (c + gb)) - d;
+    rest += (((a - (g - gb)) - (c + gb)) - d) - n * ST_PIO2_D;
     double r = g + rest, t = (g - r) + rest;
 
     double z = r * r;

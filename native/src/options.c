@@ -1,0 +1,98 @@
+#include "options.h"
+
+#include "errors.h"
+
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef enum kind { TEXT, INT, FLAG } kind;
+
+static const struct {
+    const char *name, *arg;
+    kind kind;
+    size_t at;
+    int lo, hi;
+    const char *choices; /* blank-separated, NULL: any text */
+    const char *help;
+} OPTIONS[] = {
+    {"--model", "FILE", TEXT, offsetof(st_options, model), 0, 0, NULL, "GGUF model; the first file of a split one"},
+    {"--max-context", "N", INT, offsetof(st_options, max_context), 1, 1 << 30, NULL, "positions of a session [the trained context]"},
+    {"--allow-untrained-context", NULL, FLAG, offsetof(st_options, allow_untrained_context), 0, 0, NULL,
+     "accept a --max-context beyond the trained one"},
+    {"--threads", "N", INT, offsetof(st_options, threads), 1, 512, NULL, "threads that compute [one per processor]"},
+    {"--isa", "NAME", TEXT, offsetof(st_options, isa), 0, 0, "auto avx512 avx2 scalar",
+     "instruction set; STRATA_ISA does the same [auto]"},
+    {"--kv", "TYPE", TEXT, offsetof(st_options, kv), 0, 0, "int8", "type of keys and values [int8]"},
+    {"--chunk", "N", INT, offsetof(st_options, chunk), 1, 4096, NULL, "prompt tokens read at once [512]"},
+    {"--self-test", "ROUNDS", INT, offsetof(st_options, self_test), 1, 1000000, NULL,
+     "compare the kernels with the specification on this processor and exit"},
+    {"--bench-kernels", NULL, FLAG, offsetof(st_options, bench_kernels), 0, 0, NULL, "print each kernel's speed and exit"},
+    {"--version", NULL, FLAG, offsetof(st_options, version), 0, 0, NULL, "print the version and exit"},
+    {"--help", NULL, FLAG, offsetof(st_options, help), 0, 0, NULL, "print this text and exit"},
+};
+enum { N_OPTIONS = sizeof OPTIONS / sizeof *OPTIONS };
+
+void st_options_help(void) {
+    puts("usage: strata-engine --model FILE [option ...]\n\n"
+         "Runs one model and speaks the line protocol of strata-engine(8) on standard input and output;\n"
+         "logs go to standard error. stratad(8) starts it; by hand, type for example\n\n"
+         "  GEN 16 temperature=0 8186,284,198     then STAT, STOP or QUIT\n\n"
+         "options:");
+    for (int i = 0; i < N_OPTIONS; i++) {
+        char left[64];
+        snprintf(left, sizeof left, "%s%s%s", OPTIONS[i].name, OPTIONS[i].arg ? " " : "", OPTIONS[i].arg ? OPTIONS[i].arg : "");
+        printf("  %-27s %s%s%s\n", left, OPTIONS[i].help, OPTIONS[i].choices ? "\n                              one of: " : "",
+               OPTIONS[i].choices ? OPTIONS[i].choices : "");
+    }
+    puts("\nexit status: 0 done, 1 failed, 2 wrong usage, 78 the model cannot be used");
+}
+
+static int chosen(const char *choices, const char *value) {
+    size_t n = strlen(value);
+    for (const char *p = choices; *p; p += strspn(p, " ")) {
+        size_t len = strcspn(p, " ");
+        if (len == n && !memcmp(p, value, n)) return 1;
+        p += len;
+    }
+    return 0;
+}
+
+static int set(st_options *o, int i, const char *value, st_error *err) {
+    char *at = (char *)o + OPTIONS[i].at, *end;
+    if (OPTIONS[i].kind == TEXT) {
+        if (!*value) return st_fail(err, "usage", "%s is empty", OPTIONS[i].name);
+        if (OPTIONS[i].choices && !chosen(OPTIONS[i].choices, value))
+            return st_fail(err, "usage", "%s %s: choose one of: %s", OPTIONS[i].name, value, OPTIONS[i].choices);
+        *(const char **)(void *)at = value;
+        return 0;
+    }
+    long v = strtol(value, &end, 10);
+    if (end == value || *end || v < OPTIONS[i].lo || v > OPTIONS[i].hi)
+        return st_fail(err, "usage", "%s %s: an integer from %d to %d is wanted", OPTIONS[i].name, value, OPTIONS[i].lo, OPTIONS[i].hi);
+    *(int *)(void *)at = (int)v;
+    return 0;
+}
+
+int st_options_parse(int argc, char **argv, st_options *o, st_error *err) {
+    memset(o, 0, sizeof *o);
+    for (int a = 1; a < argc; a++) {
+        const char *eq = strchr(argv[a], '=');
+        size_t len = eq ? (size_t)(eq - argv[a]) : strlen(argv[a]);
+        int i = 0;
+        while (i < N_OPTIONS && (strlen(OPTIONS[i].name) != len || memcmp(OPTIONS[i].name, argv[a], len))) i++;
+        if (i == N_OPTIONS) return st_fail(err, "usage", "unknown option %s; strata-engine --help lists them", argv[a]);
+        if (OPTIONS[i].kind == FLAG) {
+            if (eq) return st_fail(err, "usage", "%s takes no value", OPTIONS[i].name);
+            *(int *)(void *)((char *)o + OPTIONS[i].at) = 1;
+            continue;
+        }
+        const char *value = eq ? eq + 1 : a + 1 < argc ? argv[++a] : NULL;
+        if (!value) return st_fail(err, "usage", "%s needs a value (%s)", OPTIONS[i].name, OPTIONS[i].arg);
+        if (set(o, i, value, err)) return -1;
+    }
+    if (!o->model && !o->help && !o->version && !o->self_test && !o->bench_kernels)
+        return st_fail(err, "usage", "--model FILE is missing; strata-engine --help lists the options");
+    return 0;
+}

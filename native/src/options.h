@@ -1,0 +1,18 @@
+/* The engine's command line: one table, from which parsing and --help are made. */
+#ifndef ST_OPTIONS_H
+#define ST_OPTIONS_H
+
+#include "strata.h"
+
+typedef struct st_options {
+    const char *model, *isa, *kv;
+    int max_context, threads, chunk, allow_untrained_context;
+    int self_test, bench_kernels, help, version;
+} st_options;
+
+/* Fill o from argv. -1 and err (usage) names the option and what would be right. */
+int st_options_parse(int argc, char **argv, st_options *o, st_error *err);
+/* Print the help text to stdout. */
+void st_options_help(void);
+
+#endif
