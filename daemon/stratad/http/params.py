@@ -10,7 +10,6 @@ import logging
 import secrets
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from stratad.errors import StrataError
@@ -38,7 +37,7 @@ class Parameter:
     field: str  # of `stratad.types.Sampling`
     default: float  # where neither the request, the settings nor the model file say
     aliases: tuple[str, ...] = ()
-    special: Mapping[int, int] = MappingProxyType({})
+    special: tuple[tuple[int, int], ...] = ()  # (value, what it stands for)
 
     @property
     def integer(self) -> bool:
@@ -53,8 +52,9 @@ class Parameter:
     def check(self, name: str, value: object) -> float:
         """The value from a request that calls it `name`. Raises StrataError `invalid_value`."""
         if isinstance(value, int | float) and not isinstance(value, bool):
-            if isinstance(value, int) and value in self.special:
-                return self.special[value]
+            for given, meant in self.special:
+                if value == given:
+                    return meant
             whole = float(value).is_integer() if self.integer else True
             if whole and self.in_range(value):
                 return int(value) if self.integer else float(value)
@@ -63,20 +63,18 @@ class Parameter:
     @property
     def range(self) -> str:
         """The allowed values in words."""
-        return BY_NAME[self.name].range + "".join(f", or {value}" for value in self.special)
+        return BY_NAME[self.name].range + "".join(f", or {value}" for value, _ in self.special)
 
 
 SAMPLING: tuple[Parameter, ...] = (
     Parameter("temperature", "temperature", 1.0),
     Parameter("top_p", "top_p", 1.0),
-    Parameter("top_k", "top_k", 0, special={-1: 0}),
+    Parameter("top_k", "top_k", 0, special=((-1, 0),)),
     Parameter("min_p", "min_p", 0.0),
     Parameter("presence_penalty", "penalty_present", 0.0),
     Parameter("frequency_penalty", "penalty_freq", 0.0),
     Parameter("repetition_penalty", "penalty_repeat", 1.0, aliases=("repeat_penalty",)),
-    Parameter(
-        "penalty_last_n", "penalty_last_n", 64, aliases=("repeat_last_n",), special={WHOLE_CONTEXT: WHOLE_CONTEXT}
-    ),
+    Parameter("penalty_last_n", "penalty_last_n", 64, aliases=("repeat_last_n",), special=((-1, WHOLE_CONTEXT),)),
 )
 
 COMMON_NAMES = frozenset(
