@@ -78,3 +78,60 @@ def test_bash_completes(program: Path, tmp_path: Path, daemon: Daemon) -> None:
     names = bash(program, script, "stratactl", "get", "keep", socket=daemon.path)
     assert names == [setting.name for setting in SETTINGS if setting.name.startswith("keep")] != []
     assert bash(program, script, "stratactl", "get", "keep", socket="/nonexistent") == []
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="fish is not installed")
+def test_fish_completes(program: Path, tmp_path: Path, daemon: Daemon) -> None:
+    script = tmp_path / "script"
+    script.write_text(stratactl("completion", "fish").stdout)
+
+    def fish(line: str) -> set[str]:
+        path = f"{program}{os.pathsep}{os.environ['PATH']}"
+        done = subprocess.run(
+            ["fish", "--no-config", "-c", 'source $argv[1]; complete -C "$argv[2]"', str(script), line],
+            env=environment(PATH=path, STRATA_SOCKET=daemon.path, HOME=str(tmp_path)),
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=30,
+        )
+        return {word.split("\t")[0] for word in done.stdout.splitlines()}
+
+    assert fish("stratactl st") == {"status"}
+    assert fish("stratactl get --n") == {"--names"}
+    assert fish("stratactl get keep") == {setting.name for setting in SETTINGS if setting.name.startswith("keep")}
+    assert fish("stratactl completion f") == {"fish"}
+
+
+ZSH_DRIVER = """
+compdef() { : }
+compadd() { print -l -- "${@:2}" }
+_describe() { print -l -- "${(@P)2}" }
+source $1; shift
+words=("$@"); CURRENT=$#
+_stratactl
+"""
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+def test_zsh_completes(program: Path, tmp_path: Path, daemon: Daemon) -> None:
+    script = tmp_path / "script"
+    script.write_text(stratactl("completion", "zsh").stdout)
+
+    def zsh(*words: str) -> list[str]:
+        path = f"{program}{os.pathsep}{os.environ['PATH']}"
+        done = subprocess.run(
+            ["zsh", "-f", "-c", ZSH_DRIVER, "zsh", str(script), *words],
+            env=environment(PATH=path, STRATA_SOCKET=daemon.path),
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=30,
+        )
+        assert done.stderr == ""
+        return done.stdout.splitlines()
+
+    assert {f"{verb.name}:{verb.summary}" for verb in VERBS} <= set(zsh("stratactl", ""))
+    assert "--names" in zsh("stratactl", "get", "")
+    assert {setting.name for setting in SETTINGS} <= set(zsh("stratactl", "--timeout", "1", "get", ""))
+    assert {"bash", "zsh", "fish"} <= set(zsh("stratactl", "completion", ""))
