@@ -344,8 +344,6 @@ SAMPLING_NAMES: Mapping[str, str] = {
     "max_tokens": "max_tokens",
 }
 
-ENGINE_KV: Mapping[str, str] = {"fp16": "f16", "int8": "int8", "f16": "f16", "f32": "f32"}
-
 
 @dataclass(frozen=True, slots=True)
 class _Option:
@@ -512,7 +510,7 @@ class _JsonReader:
             self.layers.notes.append(Problem(str(self.place("args")), f"{option} in args has no effect"))
             return
         try:
-            self.put(spec.setting, BY_NAME[spec.setting].parse(ENGINE_KV.get(value, value)), "args")
+            self.put(spec.setting, BY_NAME[spec.setting].parse(value), "args")
         except SettingError as error:
             self.problem("args", f"{option} in args {error.message}")
 

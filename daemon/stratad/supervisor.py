@@ -445,8 +445,8 @@ class Supervisor:
         self.facts = EngineFacts(answer.max_context, dict(life.info))
         life.ready.set()
         if not self._stopping.is_set():
-            self._set_state(EngineState.READY)
             _logger.info("engine ready, context %d", answer.max_context)
+            self._set_state(EngineState.READY)
             self._watcher.engine_ready(self.facts)
 
     def error_line(self, line: str) -> None:

@@ -88,7 +88,7 @@ def test_every_problem_is_found_and_named(tmp_path: Path, write: Callable[[str, 
         "STRATA_THREADS: must be a whole number 0 to 1024, not 'many'",
         "--top-p: must be a number 0 to 1, not 2.0",
         f'{toml}:2: unknown setting "max_contxt"; did you mean "max_context"?',
-        f"{toml}:3: kv must be one of int8, f16, f32, not 'int9'",
+        f"{toml}:3: kv must be one of int8, not 'int9'",
         f'{toml}:5: unknown setting "sampling"; write temperature and the like outside of any section',
     ]
 
@@ -135,7 +135,7 @@ def test_the_keys_of_an_earlier_installation(tmp_path: Path, write: Callable[[st
         "strata-flash.json",
         {
             "exe": "bin/strata",
-            "args": ["--native", "m/a.gguf", "--max-context", 8192, "--kv=fp16", "--spec", "4", "--batch-mtp", "--port",
+            "args": ["--native", "m/a.gguf", "--max-context", 8192, "--kv=int8", "--spec", "4", "--batch-mtp", "--port",
                      "9000"],
             "host": "::1",
             "model_name": "flash",
@@ -150,7 +150,7 @@ def test_the_keys_of_an_earlier_installation(tmp_path: Path, write: Callable[[st
     values = loaded.settings
     assert values["engine"] == str(tmp_path / "bin/strata")
     assert values["model"] == str(tmp_path / "m/a.gguf")
-    assert (values["max_context"], values["kv"], values["listen"]) == (8192, "f16", ("[::1]:9000",))
+    assert (values["max_context"], values["kv"], values["listen"]) == (8192, "int8", ("[::1]:9000",))
     assert (values["model_name"], values["engine_env"]) == ("flash", {"STRATA_TRACE": "1"})
     assert (values["temperature"], values["repetition_penalty"], values["top_p"]) == (0.6, 1.1, None)
     assert (values["stall_limit_s"], values["queue_limit"]) == (300.0, 8)
@@ -177,7 +177,7 @@ def test_what_is_wrong_in_it_is_named_with_its_line(tmp_path: Path, write: Calla
         f'{path}:12: unknown key "heat" in sampling',
         f"{path}:14: api_key is refused: {config.REFUSED['api_key']}",
         f"{path}:15: host must be a host name or address, not 3",
-        f"{path}:16: kv must be one of int8, f16, f32, not 'q4_0'",
+        f"{path}:16: kv must be one of int8, not 'q4_0'",
     ]
 
 

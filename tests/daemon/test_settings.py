@@ -37,7 +37,7 @@ def test_every_row_is_complete_and_its_default_is_a_value_it_accepts() -> None:
         ("max_context", " 8192 ", 8192),
         ("temperature", "0.5", 0.5),
         ("temperature", "unset", None),
-        ("kv", "f16", "f16"),
+        ("isa", "avx2", "avx2"),
         ("allow_untrained_context", "Yes", True),
         ("allow_untrained_context", "0", False),
         ("listen", "127.0.0.1:1, [::1]:2,localhost:0", ("127.0.0.1:1", "[::1]:2", "localhost:0")),
@@ -57,7 +57,7 @@ def test_text_becomes_a_typed_value(name: str, text: str, value: object) -> None
         ("threads", "1_0", "a whole number"),
         ("temperature", "nan", "a number 0 to 100"),
         ("temperature", "warm", "a number 0 to 100"),
-        ("kv", "int9", "one of int8, f16, f32, not 'int9'"),
+        ("kv", "int9", "one of int8, not 'int9'"),
         ("allow_untrained_context", "maybe", "true or false"),
         ("listen", "8080", "HOST:PORT"),
         ("listen", "::1:8080", "brackets"),
@@ -123,12 +123,16 @@ def test_access_by_kind() -> None:
 
 
 def test_describe_is_json_with_everything_a_user_may_ask() -> None:
-    rows = json.loads(json.dumps(Settings({"kv": Effective("f16", "environment", "STRATA_KV")}).describe()))
+    rows = json.loads(json.dumps(Settings({"isa": Effective("avx2", "environment", "STRATA_ISA")}).describe()))
     assert [row["name"] for row in rows] == [row.name for row in SETTINGS]
-    row = next(row for row in rows if row["name"] == "kv")
-    assert row["value"] == "f16" and row["default"] == "int8" and row["pending"] is None
-    assert (row["source"], row["origin"], row["range"]) == ("environment", "STRATA_KV", "int8 | f16 | f32")
-    assert (row["applies"], row["flag"], row["env"]) == ("engine-restart", "--kv", "STRATA_KV")
+    row = next(row for row in rows if row["name"] == "isa")
+    assert row["value"] == "avx2" and row["default"] == "auto" and row["pending"] is None
+    assert (row["source"], row["origin"], row["range"]) == (
+        "environment",
+        "STRATA_ISA",
+        "auto | scalar | avx2 | avx512",
+    )
+    assert (row["applies"], row["flag"], row["env"]) == ("engine-restart", "--isa", "STRATA_ISA")
 
 
 def configured(**values: object) -> Settings:
