@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from stratad.tools.mansettings import main, updated
 
 MANUALS = Path(__file__).parents[3] / "man"
 WITH_SETTINGS = [MANUALS / "strata.toml.5", MANUALS / "stratad.8"]
+ENGINE = Path(sys.executable).parent / "strata-engine"
 PAGES = [*WITH_SETTINGS, MANUALS / "stratactl.1", MANUALS / "strata-engine.8"]
 
 
@@ -41,6 +44,14 @@ def test_a_stale_page_is_found_and_mended(tmp_path: Path, capsys: pytest.Capture
 def test_an_unknown_style_is_an_error() -> None:
     with pytest.raises(ValueError, match="must be one of keys, options"):
         updated('.\\" BEGIN settings as poems\n.\\" END settings\n')
+
+
+@pytest.mark.skipif(not ENGINE.exists(), reason="the engine is not built")
+def test_every_option_of_the_engine_stands_in_its_page() -> None:
+    shown = subprocess.run([ENGINE, "--help"], capture_output=True, text=True, check=True).stdout
+    options = re.findall(r"^  --([a-z-]+)", shown, re.MULTILINE)
+    documented = re.findall(r"^\.It Fl (\S+)", (MANUALS / "strata-engine.8").read_text(encoding="utf-8"), re.MULTILINE)
+    assert [option.replace("\\-", "-") for option in documented] == [f"-{option}" for option in options] != []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
