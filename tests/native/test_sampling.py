@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from decimal import Decimal, getcontext, localcontext
 from typing import Any
@@ -275,7 +276,7 @@ def sum_in_order(values: list[float]) -> float:
 def make_logits(kind: str, n: int, seed: int) -> Floats:
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(n)
-    rows = {
+    kinds: dict[str, Callable[[], Any]] = {
         "peaked": lambda: np.where(rng.random(n) < 0.02, x + 12, x * 2),
         "normal": lambda: x * 2.5,
         "flat": lambda: x * 0.1,
@@ -287,7 +288,8 @@ def make_logits(kind: str, n: int, seed: int) -> Floats:
         "falling": lambda: -np.arange(n) * 0.01,
         "rising": lambda: np.arange(n) * 0.01,
     }
-    return rows[kind]().astype(F)
+    out: Floats = kinds[kind]().astype(F)
+    return out
 
 
 KINDS = ["peaked", "normal", "flat", "ties", "zeros", "wide", "huge", "denormal", "falling", "rising"]
@@ -677,7 +679,8 @@ def test_ids_outside_the_vocabulary_are_refused_by_the_counts() -> None:
 )
 def test_parameters_out_of_range_are_refused_by_name(name: str, values: list[float]) -> None:
     for value in values:
-        sp, _keep = c_params(replace(Params(), **{name: value}), 10)
+        changed: dict[str, Any] = {name: value}
+        sp, _keep = c_params(replace(Params(), **changed), 10)
         err = ffi.new("st_error *")
         assert lib.st_sampling_check(sp, 10, err) == -1
         assert ffi.string(err.name) == b"bad_key"
