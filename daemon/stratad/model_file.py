@@ -41,11 +41,15 @@ class Model:
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
-    """All metadata of a GGUF file. Raises `strata_native.gguf`'s error (a ValueError) for a bad file."""
+    """All metadata of a GGUF file. Raises ValueError for a bad file."""
+    from strata_native.errors import StrataNativeError
     from strata_native.gguf import GGUF
 
-    with GGUF(str(path)) as file:
-        return dict(file.metadata)
+    try:
+        with GGUF(path) as file:
+            return dict(file.metadata)
+    except StrataNativeError as error:
+        raise ValueError(str(error)) from None
 
 
 def load_model(path: Path, name: str = "") -> Model:

@@ -36,6 +36,7 @@ class Feed:
         self._events: deque[Event] = deque()
         self._ended = False
         self._gone = False
+        self._closing = False  # nobody takes events any more
         self._error: StrataError | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._room = asyncio.Event()
@@ -53,8 +54,9 @@ class Feed:
         self._cut.__exit__(kind, error, trace)
         self._watch_task.cancel()
         if not self._pump_task.done():
-            await self._generation.cancel()
+            self._closing = True
             self._room.set()
+            await self._generation.cancel()
             await asyncio.wait([self._pump_task], timeout=END_WAIT_S)
             self._pump_task.cancel()
         await asyncio.wait([self._pump_task, self._watch_task])
@@ -114,11 +116,11 @@ class Feed:
     async def _pump(self) -> None:
         try:
             async for event in self._generation:
-                if self._ended:
-                    break
                 self._events.append(event)
                 self._wake()
-                if len(self._events) >= HELD_EVENTS:
+                if self._closing or self._ended:
+                    self._events.clear()
+                elif len(self._events) >= HELD_EVENTS:
                     self._room.clear()
                     await self._room.wait()
         except StrataError as error:

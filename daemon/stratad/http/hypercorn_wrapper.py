@@ -17,6 +17,7 @@ from hypercorn.asyncio.tcp_server import MAX_RECV, TCPServer
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
 from hypercorn.events import Closed, RawData
+from hypercorn.protocol.h2 import H2Protocol
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class Connection:
         loop = asyncio.get_running_loop()
         app: Any = ASGIWrapper(self._request)  # type: ignore[arg-type]
         server = _Server(app, loop, self._config, self._context, {}, self._reader, self._writer)
-        server.on_data = self._on_data
+        server.on_data = lambda: self._on_data(server)
         try:
             await server
         except asyncio.CancelledError:
@@ -59,9 +60,9 @@ class Connection:
         """Close at once, dropping what has not been sent."""
         self._writer.transport.abort()
 
-    def _on_data(self) -> None:
-        """Bytes came: between requests they begin a head, which then has to be complete in time."""
-        if self._requests == 0:
+    def _on_data(self, server: _Server) -> None:
+        """Bytes came: between HTTP/1 requests they begin a head, which then has to be complete in time."""
+        if self._requests == 0 and not isinstance(server.protocol.protocol, H2Protocol):
             self._head.start()
 
     async def _request(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,9 +92,10 @@ class _HeadTimer:
 
 
 class _Server(TCPServer):
-    """Hypercorn's connection, with a word to us for every read."""
+    """Hypercorn's connection, with a word to us for every read, and without waiting for a client that has left."""
 
     on_data: Callable[[], None]
+    _over = False
 
     async def _read_data(self) -> None:
         while not self.reader.at_eof():
@@ -104,7 +106,13 @@ class _Server(TCPServer):
             if data:
                 self.on_data()
             await self.protocol.handle(RawData(data))
+        self._over = True
+        await self.idle_task.stop()
         await self.protocol.handle(Closed())
+
+    async def _idle_timeout(self) -> None:
+        if not self._over:  # else the connection would be kept for the rest of the time
+            await super()._idle_timeout()
 
 
 def _log_failure(error: BaseException) -> None:

@@ -97,7 +97,7 @@ def _members(value: object) -> list[Any]:
 
 def _check_depth(value: object) -> None:
     level = [value]
-    for _ in range(DEPTH_LIMIT + 1):
+    for _ in range(DEPTH_LIMIT):
         level = [item for parent in level for item in _members(parent) if isinstance(item, dict | list)]
         if not level:
             return

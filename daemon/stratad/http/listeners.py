@@ -39,7 +39,6 @@ class BindError(OSError):
 
 @dataclass
 class _Address:
-    name: str  # as it was asked for
     sockets: list[socket.socket]
     context: WorkerContext = field(default_factory=new_context)
     servers: list[asyncio.Server] = field(default_factory=list)
@@ -48,7 +47,7 @@ class _Address:
 
     @property
     def bound(self) -> list[str]:
-        return [_name(sock.getsockname()) for sock in self.sockets] if not self.stopped else []
+        return [_name(sock.getsockname()) for sock in self.sockets]
 
 
 class Listeners:
@@ -58,6 +57,7 @@ class Listeners:
         self._settings, self._drain = settings, drain
         self._app: ASGIApp | None = None
         self._addresses: dict[str, _Address] = {}
+        self._leaving: list[_Address] = []  # no longer served, kept for their open connections
         self._full = False
 
     @property
@@ -68,12 +68,12 @@ class Listeners:
     @property
     def connections(self) -> int:
         """Connections that are open now."""
-        return sum(len(address.connections) for address in self._addresses.values())
+        return len(self._open())
 
     def bind(self, name: str) -> None:
         """Take an address (`HOST:PORT`, `[::1]:PORT`) without serving it yet. Raises BindError."""
         if name not in self._addresses:
-            self._addresses[name] = _Address(name, _bind(name))
+            self._addresses[name] = _Address(_bind(name))
 
     async def start(self, app: ASGIApp) -> None:
         """Serve `app` on every address that is bound."""
@@ -88,13 +88,13 @@ class Listeners:
 
     async def remove(self, name: str) -> None:
         """Stop serving an address. Its running answers go on until `close`."""
-        await self._stop(self._addresses[name])
+        await self._stop(name)
 
     async def stop_accepting(self) -> None:
         """Step 1 of the end: nothing new."""
         self._drain.begin()
-        for address in self._addresses.values():
-            await self._stop(address)
+        for name in list(self._addresses):
+            await self._stop(name)
 
     async def close(self, grace_s: float) -> None:
         """Step 3 of the end. Takes `grace_s` for answers to end by themselves, and at most 3 seconds more."""
@@ -111,7 +111,7 @@ class Listeners:
         await self._wait_closed(CUT_WAIT_S)
 
     async def _serve(self, address: _Address) -> None:
-        if address.servers or address.stopped:
+        if address.servers:
             return
 
         async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -120,10 +120,10 @@ class Listeners:
         for sock in address.sockets:
             address.servers.append(await asyncio.start_server(accept, sock=sock, backlog=BACKLOG))
 
-    async def _stop(self, address: _Address) -> None:
-        if address.stopped:
-            return
+    async def _stop(self, name: str) -> None:
+        address = self._addresses.pop(name)
         address.stopped = True
+        self._leaving = [other for other in (*self._leaving, address) if other.connections]
         for server in address.servers:
             server.close()
         for sock in address.sockets:
@@ -146,7 +146,6 @@ class Listeners:
             await connection.serve()
         finally:
             del address.connections[task]
-            self._forget(address)
 
     def _has_room(self) -> bool:
         limit = self._settings.integer("connection_limit")
@@ -156,13 +155,9 @@ class Listeners:
         self._full = full
         return not full
 
-    def _forget(self, address: _Address) -> None:
-        """A removed address is kept only for its open connections."""
-        if address.stopped and not address.connections and self._addresses.get(address.name) is address:
-            del self._addresses[address.name]
-
     def _open(self) -> list[tuple[asyncio.Task[None], Connection]]:
-        return [item for address in self._addresses.values() for item in address.connections.items()]
+        addresses = (*self._addresses.values(), *self._leaving)
+        return [item for address in addresses for item in address.connections.items()]
 
     async def _wait_closed(self, seconds: float) -> None:
         tasks = [task for task, _connection in self._open()]

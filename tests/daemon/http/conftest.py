@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -26,17 +27,22 @@ class Server:
         self.service = ScriptedService(model.tokens)
         self.context = HttpContext(self.service, self.service.settings, model)
         self.listeners = Listeners(self.service.settings, self.context.drain)
+        self._writers: list[asyncio.StreamWriter] = []
 
     async def start(self) -> None:
         self.listeners.bind("127.0.0.1:0")
         await self.listeners.start(build_app(self.context))
         self.url = f"http://{self.listeners.addresses[0]}"
         self.port = int(self.url.rpartition(":")[2])
-        self.client = httpx.AsyncClient(base_url=self.url, timeout=10)
+        self.client = httpx.AsyncClient(base_url=self.url, timeout=10, verify=False)  # no TLS here; saves loading CAs
 
     async def stop(self) -> None:
         await self.client.aclose()
         await self.listeners.close(0)
+        for writer in self._writers:
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
 
     async def chat(self, **fields: Any) -> httpx.Response:
         """POST a chat with one user message, unless `messages` is given."""
@@ -56,8 +62,10 @@ class Server:
         return events_of(response.text)
 
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """A bare connection."""
-        return await asyncio.open_connection("127.0.0.1", self.port)
+        """A bare connection, closed at the latest when the server stops."""
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        self._writers.append(writer)
+        return reader, writer
 
     async def post_raw(self, body: bytes, path: str = "/v1/chat/completions", **headers: str) -> httpx.Response:
         """POST bytes as they are."""
@@ -89,6 +97,14 @@ async def within(seconds: float, work: Awaitable[Any]) -> Any:
     """The result of `work`, which must not take longer."""
     async with asyncio.timeout(seconds):
         return await work
+
+
+async def cut_off(reader: asyncio.StreamReader) -> bool:
+    """Whether the other side closes the connection, in whatever way, without having said anything."""
+    try:
+        return await within(2, reader.read()) == b""
+    except ConnectionResetError:
+        return True
 
 
 @pytest.fixture
