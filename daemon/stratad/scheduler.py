@@ -168,6 +168,7 @@ class _Lane:
 
     current: ScheduledGeneration | None = None
     stopping: bool = False
+    broken: bool = False  # the engine is out of step and being killed; nothing it said after that counts
     reused: int = 0
     position: int = 0  # prompt tokens read
     reading: bool = True
@@ -326,7 +327,8 @@ class Scheduler:
 
     def _pump(self) -> None:
         """Start the next request if the engine is ready for one."""
-        if self._lane.current is None and self.engine.state is EngineState.READY and not self.draining:
+        free = self._lane.current is None and not self._lane.broken
+        if free and self.engine.state is EngineState.READY and not self.draining:
             generation = self._queue.take()
             if generation is not None:
                 self._start(generation)
@@ -378,13 +380,18 @@ class Scheduler:
         """Lines of the running request; ends of requests start the next one."""
         for answer in answers:
             generation = self._lane.current
-            if generation is None:
-                self.engine.kill(f"it sent {type(answer).__name__} with no request running")
+            if self._lane.broken:
                 return
-            if type(answer) is TokenLine:
+            if generation is None:
+                self._break(f"it sent {type(answer).__name__} with no request running")
+            elif type(answer) is TokenLine:
                 self._token(generation, answer)
             else:
                 self._other(generation, answer)
+
+    def _break(self, reason: str) -> None:
+        self._lane.broken = True
+        self.engine.kill(reason)
 
     def _token(self, generation: ScheduledGeneration, answer: TokenLine) -> None:
         lane = self._lane
@@ -393,7 +400,7 @@ class Scheduler:
             lane.reading = False
             self.engine.allow(self._settings.number("stall_limit_s"))
         if lane.tokens > generation.request.max_new:
-            self.engine.kill("it produced more tokens than were asked for")
+            self._break("it produced more tokens than were asked for")
             return
         generation.push(Token(answer.id, answer.logprob, answer.top))
 
@@ -416,7 +423,7 @@ class Scheduler:
 
     def _done(self, generation: ScheduledGeneration, answer: DoneLine) -> None:
         if answer.finish not in get_args(FinishReason):
-            self.engine.kill(f"it ended a request with the word {answer.finish!r}")
+            self._break(f"it ended a request with the word {answer.finish!r}")
             return
         finish: FinishReason = answer.finish  # type: ignore[assignment]
         self._rate(answer)

@@ -389,10 +389,14 @@ async def test_a_cancelled_request_whose_engine_dies_is_cancelled_not_failed() -
 )
 async def test_an_engine_out_of_step_is_not_trusted(answers: list[Answer], words: str) -> None:
     async with running() as case:
-        generation = case.scheduler.submit(ask(max_new=3))
-        case.say(*answers)
+        case.scheduler.submit(ask(max_new=3))
+        case.say(*answers, TokenLine(1), DoneLine(1, 1, 1.0, 1.0, "stop"))
         assert words in case.engine.killed
-        del generation
+        waiting = case.scheduler.submit(ask(10))
+        assert len(case.engine.sent) == 1 and not waiting.ended
+        case.down()
+        case.up()
+        assert len(case.engine.sent) == 2
 
 
 # -- silence
