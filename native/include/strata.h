@@ -202,7 +202,9 @@ typedef struct st_attend {
 
 typedef struct st_kernels {
     const char *isa;
-    /* One row of k values to int8 codes, scales and code sums (rule 2). */
+    int code_bytes; /* bytes of q for each value: 1, or more where a table keeps other forms of the codes behind them */
+    int q8_bias;    /* what the table's packed Q8_0 codes carry: 128 or 0 */
+    /* One row of k values to int8 codes, scales and code sums (rule 2). q has k * code_bytes bytes, codes first. */
     void (*quantize)(const float *x, int k, int8_t *q, float *d, int32_t *sum);
     /* `groups` packed groups, `stride` bytes apart, times the tile (rule 3). nb = k / 32. */
     void (*mm_q8_0)(const uint8_t *w, size_t stride, int groups, int nb, const st_tile *tile);
@@ -231,10 +233,10 @@ typedef struct st_kernels {
  * then auto). NULL when unknown or not supported here; *why then says which of the two and what is possible. */
 ST_API const st_kernels *st_kernels_find(const char *isa, const char **why);
 
-/* Packing (pack.c). Bytes of one packed group; pack rows [0, n) of a row-major tensor, missing rows are zero. */
+/* Packing (pack.c) for a table. Bytes of one packed group; pack rows [0, n) of a row-major tensor, missing rows zero. */
 ST_API size_t st_pack_scale_bytes(int k);
 ST_API size_t st_pack_group_bytes(int type, int k);
-ST_API void st_pack_group(int type, const uint8_t *rows, size_t row_bytes, int n, int k, uint8_t *out);
+ST_API void st_pack_group(const st_kernels *table, int type, const uint8_t *rows, size_t row_bytes, int n, int k, uint8_t *out);
 
 /* ---- sampling (sampling.h states the arithmetic) ---------------------------------------------------------------- */
 
@@ -307,6 +309,30 @@ ST_API void st_exp_sub(const float *x, int n, float m, float scale, float *y);
 enum st_math_op { ST_MATH_EXP = 0, ST_MATH_LOG = 1, ST_MATH_SIN = 2, ST_MATH_COS = 3, ST_MATH_POW = 4 };
 /* y[i] = op(a[i]) or, for ST_MATH_POW, a[i]^b[i] (b is not read otherwise). Errors: bad_range (unknown op). */
 ST_API int st_math_d(int op, const double *a, const double *b, int n, double *y, st_error *err);
+
+/* ---- the line protocol's requests -------------------------------------------------------------------------------- */
+
+enum st_command { ST_CMD_GEN = 0, ST_CMD_STOP = 1, ST_CMD_STAT = 2, ST_CMD_QUIT = 3 };
+
+/* One GEN line, parsed. ids and bias arrays belong to the request: st_request_free. */
+typedef struct st_request {
+    int max_new;
+    st_sampling sampling;
+    int logprobs; /* -1: none; else alternatives per token */
+    int keep;     /* ckpt: keep the session afterwards */
+    int pin;
+    int out_from; /* where output begins among ids; -1: behind them */
+    int32_t *ids;
+    int n_ids;
+    int32_t *bias_ids;
+    float *bias;
+} st_request;
+
+/* Parse one line (no newline). Returns the command (enum st_command), or -1 with err: bad_command, bad_key, bad_ids,
+ * bad_max_new, token_range, no_memory. GEN fills *req, which must be zeroed before; free it also after an error. */
+ST_API int st_parse_line(const char *line, int n_vocab, st_request *req, st_error *err);
+/* Free what the request holds and zero it. */
+ST_API void st_request_free(st_request *req);
 
 #ifdef __cplusplus
 } /* extern C end */

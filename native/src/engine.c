@@ -11,10 +11,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/signalfd.h>
 #include <time.h>
 #include <unistd.h>
 
-enum { MAX_LINE = 32 << 20, MAX_STOP_IDS = 16 };
+/* MOST_PENDING: a reader this far behind is waited for after all, so memory is bounded. */
+enum { MAX_LINE = 32 << 20, MAX_STOP_IDS = 16, MOST_PENDING = 64 << 20 };
 
 typedef enum phase { IDLE, READING, DECODING } phase;
 static const char *const PHASES[] = {"idle", "reading", "decoding"};
@@ -28,7 +30,10 @@ typedef struct engine {
     float *logits;
     int32_t stop_ids[MAX_STOP_IDS];
     int n_stop_ids;
-    int quit, stop;
+    int stop;    /* end the running request at the next window */
+    int quit;    /* take no more input; exit when the running request is done */
+    int leave;   /* exit at the next window: told so by a signal, or the reader has gone */
+    int signals; /* descriptor that is readable when a signal has come */
     phase phase;
     /* the running request */
     st_request req;
@@ -42,13 +47,6 @@ typedef struct engine {
     uint64_t requests, prompt_tokens, reused_tokens, output_tokens, windows;
     double last_prompt_tok_s, last_decode_tok_s, started;
 } engine;
-
-static volatile sig_atomic_t signalled;
-
-static void on_signal(int sig) {
-    (void)sig;
-    signalled = 1;
-}
 
 static double now_ms(void) {
     struct timespec t;
@@ -114,7 +112,7 @@ static void say_error(const st_error *err) { st_out_line("ERR %s %s", err->name,
 
 /* ---- a request ---------------------------------------------------------------------------------------------- */
 
-static int poll_input(engine *e, int timeout);
+static void between_windows(engine *e);
 
 /* Forward `n` more ids of the request; logits of the last when asked for. */
 static int feed(engine *e, int n, int want, st_error *err) {
@@ -131,12 +129,12 @@ static int feed(engine *e, int n, int want, st_error *err) {
 static int read_prompt(engine *e, double start, int reused, st_error *err) {
     e->phase = READING;
     while (e->session->n < e->n_ids) {
-        if (poll_input(e, 0) || e->stop || e->quit) return 1;
+        between_windows(e);
+        if (e->stop || e->leave) return 1;
         int left = e->n_ids - e->session->n, n = left < e->m->max_rows ? left : e->m->max_rows;
         if (feed(e, n, n == left, err)) return -1;
         double ms = now_ms() - start;
         st_out_line("PP %d %d %.1f %.1f", e->session->n, e->n_ids, ms, ms > 0 ? (e->session->n - reused) * 1e3 / ms : 0.0);
-        st_out_flush();
     }
     return 0;
 }
@@ -176,10 +174,9 @@ static const char *decode(engine *e, int prompt, int *generated, st_error *err) 
         e->ids[e->n_ids++] = id;
         ++*generated;
         e->output_tokens++;
-        if (st_out_flush()) e->quit = 1;
-        poll_input(e, 0);
+        between_windows(e);
         if (is_stop(e, id)) return "stop";
-        if (e->stop || e->quit) return "cancel";
+        if (e->stop || e->leave) return "cancel";
         if (*generated >= e->req.max_new || e->n_ids >= e->m->shape.max_context) return "length";
         if (e->penalty && st_penalty_push(e->penalty, e->ids, e->n_ids, err)) return NULL;
         if (feed(e, 1, 1, err)) return NULL;
@@ -215,7 +212,6 @@ static void generate(engine *e) {
     e->requests++;
     e->reused_tokens += (uint64_t)reused;
     st_out_line("RESUME %d", reused);
-    st_out_flush();
     int read = read_prompt(e, start, reused, &err);
     int fresh = e->session->n - reused;
     double read_ms = now_ms() - start, decode_ms = 0;
@@ -240,23 +236,26 @@ static void generate(engine *e) {
     st_out_line("DONE %d %d %.1f %.1f %s 0 0 %d 0 0 0 0 0 %d 0", generated, prompt, read_ms, decode_ms, finish, reused, fresh);
 }
 
-/* ---- input -------------------------------------------------------------------------------------------------- */
+/* ---- input and output --------------------------------------------------------------------------------------- */
+
+static int running(const engine *e) { return e->phase != IDLE || e->req.n_ids; }
 
 /* Act on one line while idle or running. A GEN is kept in `req` and started by the main loop. */
 static void handle(engine *e, const char *line) {
     st_error err = {0};
     st_request req = {0};
-    if (!*line || *line == '\r') return;
+    if (!*line) return;
     switch (st_parse_line(line, e->m->n_vocab, &req, &err)) {
     case ST_CMD_GEN:
-        if (e->phase != IDLE || e->req.n_ids) {
+        if (running(e)) {
             st_fail(&err, "busy", "a request is running; one at a time");
             say_error(&err);
             break;
         }
         e->req = req;
+        e->stop = 0;
         return;
-    case ST_CMD_STOP: e->stop = 1; break; /* cleared when the next request starts */
+    case ST_CMD_STOP: e->stop = running(e); break; /* between requests it is stale; right behind its GEN it is not */
     case ST_CMD_STAT: say_stat(e); break;
     case ST_CMD_QUIT: e->quit = 1; break;
     default: say_error(&err);
@@ -264,60 +263,94 @@ static void handle(engine *e, const char *line) {
     st_request_free(&req);
 }
 
+static void refuse_line(const char *why) {
+    st_error err = {0};
+    st_fail(&err, "bad_command", "%s", why);
+    say_error(&err);
+}
+
+/* One line of len bytes, which its newline follows. */
+static void take_line(engine *e, char *line, size_t len) {
+    if (len && line[len - 1] == '\r') len--;
+    line[len] = 0;
+    if (memchr(line, 0, len)) refuse_line("a line holds a NUL byte"); /* it would cut the line */
+    else handle(e, line);
+}
+
 static void take_lines(engine *e) {
     size_t start = 0;
-    for (char *nl; (nl = memchr(e->line + e->scanned, '\n', e->have - e->scanned));) {
+    for (char *nl; !e->quit && (nl = memchr(e->line + e->scanned, '\n', e->have - e->scanned));) {
         size_t end = (size_t)(nl - e->line);
         e->scanned = end + 1;
         if (e->skipping) e->skipping = 0;
-        else {
-            *nl = 0;
-            if (end > start && nl[-1] == '\r') nl[-1] = 0;
-            if (memchr(e->line + start, 0, end - start - (end > start && !nl[-1]))) { /* a NUL inside would cut the line */
-                st_error err = {0};
-                st_fail(&err, "bad_command", "a line holds a NUL byte");
-                say_error(&err);
-            } else handle(e, e->line + start);
-        }
+        else take_line(e, e->line + start, end - start);
         start = end + 1;
     }
-    memmove(e->line, e->line + start, e->have - start);
+    if (start) memmove(e->line, e->line + start, e->have - start);
     e->have -= start;
     e->scanned = e->have;
-    if (e->have >= MAX_LINE) {
-        if (!e->skipping) {
-            st_error err = {0};
-            st_fail(&err, "bad_command", "a line is longer than %d MiB", MAX_LINE >> 20);
-            say_error(&err);
-        }
-        e->skipping = 1;
-        e->have = e->scanned = 0;
-    }
+    if (e->have < MAX_LINE) return;
+    if (!e->skipping) refuse_line("a line is longer than 32 MiB");
+    e->skipping = 1;
+    e->have = e->scanned = 0;
 }
 
-/* Take what has arrived on stdin. 1 when input or the reader is gone. */
-static int poll_input(engine *e, int timeout) {
-    struct pollfd p = {.fd = STDIN_FILENO, .events = POLLIN};
-    if (signalled) e->quit = 1;
-    if (e->quit || poll(&p, 1, timeout) <= 0) return signalled ? e->quit = 1 : 0;
+/* Read what has arrived on stdin. Its end is a QUIT; half a line before it is none. */
+static void take_input(engine *e) {
     if (e->room - e->have < 65536) {
-        char *more = realloc(e->line, e->room + (e->room > (4 << 20) ? 4 << 20 : e->room + 65536));
-        if (!more) return e->quit = 1;
-        e->line = more;
-        e->room += e->room > (4 << 20) ? 4 << 20 : e->room + 65536;
+        size_t more = e->room > (4 << 20) ? 4 << 20 : e->room + 65536;
+        char *line = realloc(e->line, e->room + more);
+        if (!line) {
+            e->quit = 1;
+            return;
+        }
+        e->line = line;
+        e->room += more;
     }
     ssize_t n = read(STDIN_FILENO, e->line + e->have, e->room - e->have);
-    if (n < 0 && (errno == EINTR || errno == EAGAIN)) return 0;
-    if (n <= 0) return e->quit = 1;
+    if (n < 0 && (errno == EINTR || errno == EAGAIN)) return;
+    if (n <= 0) {
+        e->quit = 1;
+        return;
+    }
     e->have += (size_t)n;
     take_lines(e);
-    return 0;
+}
+
+static int reader_is_far_behind(void) { return st_out_pending() > MOST_PENDING; }
+
+/* Wait up to `timeout` ms (-1: without end) for a signal, for input or for room in the output, and act on it. While
+ * the reader is far behind no input is taken, because every answer would add to what waits. */
+static void attend_to(engine *e, int timeout) {
+    struct pollfd p[] = {{.fd = e->signals, .events = POLLIN},
+                         {.fd = e->quit || reader_is_far_behind() ? -1 : STDIN_FILENO, .events = POLLIN},
+                         {.fd = STDOUT_FILENO, .events = st_out_pending() ? POLLOUT : 0}};
+    if (poll(p, sizeof p / sizeof *p, timeout) <= 0) return;
+    if (p[0].revents || p[2].revents & (POLLERR | POLLHUP | POLLNVAL)) e->leave = 1;
+    if (p[1].revents) take_input(e);
+    if (st_out_flush()) e->leave = 1;
+}
+
+/* Hand over what was said and hear what came, without waiting; but a reader that is far behind is waited for. */
+static void between_windows(engine *e) {
+    if (st_out_flush()) e->leave = 1;
+    attend_to(e, 0);
+    while (reader_is_far_behind() && !e->leave) attend_to(e, -1);
+}
+
+/* The last lines. After QUIT the reader has all the time it wants; after a signal only a moment. */
+static void say_goodbye(engine *e) {
+    while (st_out_pending() && !e->leave) attend_to(e, -1);
+    for (int i = 0; i < 10 && st_out_pending(); i++) {
+        struct pollfd p = {.fd = STDOUT_FILENO, .events = POLLOUT};
+        if (poll(&p, 1, 20) < 0 || st_out_flush()) return;
+    }
 }
 
 /* ---- start and end ------------------------------------------------------------------------------------------ */
 
 static int engine_new(engine *e, st_model *m, const st_options *o, st_error *err) {
-    *e = (engine){.m = m, .o = o, .started = now_ms()};
+    *e = (engine){.m = m, .o = o, .started = now_ms(), .signals = -1};
     e->logits = malloc((size_t)m->n_vocab * sizeof *e->logits);
     e->ids = malloc(((size_t)m->shape.max_context + 1) * sizeof *e->ids);
     if (!e->logits || !e->ids) return st_fail(err, "no_memory", "no memory for logits");
@@ -335,6 +368,7 @@ static void engine_free(engine *e) {
     free(e->logits);
     free(e->ids);
     free(e->line);
+    if (e->signals >= 0) close(e->signals);
 }
 
 static void say_facts(const engine *e, const char *kv) {
@@ -348,31 +382,44 @@ static void say_facts(const engine *e, const char *kv) {
     st_out_line("READY %d stop", m->shape.max_context);
 }
 
+/* SIGTERM and SIGINT become readable on a descriptor: no moment between a check and a wait can lose them. The team's
+ * threads block all signals, so they come here. */
+static int open_signals(void) {
+    sigset_t set;
+    sigemptyset(&set);
+    sigaddset(&set, SIGTERM);
+    sigaddset(&set, SIGINT);
+    signal(SIGPIPE, SIG_IGN);
+    return sigprocmask(SIG_BLOCK, &set, NULL) ? -1 : signalfd(-1, &set, SFD_CLOEXEC);
+}
+
+static int engine_fails(engine *e, const st_error *err) {
+    say_error(err);
+    st_out_drain();
+    engine_free(e);
+    return 1;
+}
+
 int st_engine_serve(st_model *m, const st_options *o) {
     engine e;
     st_error err = {0};
-    struct sigaction act = {.sa_handler = on_signal};
-    sigaction(SIGTERM, &act, NULL);
-    sigaction(SIGINT, &act, NULL);
-    signal(SIGPIPE, SIG_IGN);
-    if (engine_new(&e, m, o, &err)) {
-        say_error(&err);
-        st_out_drain();
-        engine_free(&e);
-        return 1;
+    if (engine_new(&e, m, o, &err)) return engine_fails(&e, &err);
+    if ((e.signals = open_signals()) < 0) {
+        st_fail(&err, "internal", "no descriptor for signals: %s", strerror(errno));
+        return engine_fails(&e, &err);
     }
     say_facts(&e, o->kv ? o->kv : "int8");
-    while (!e.quit && !st_out_drain()) {
+    while (!e.leave && (!e.quit || running(&e))) {
         if (e.req.n_ids) {
-            e.stop = 0;
             generate(&e);
             st_request_free(&e.req);
             e.phase = IDLE;
+            between_windows(&e);
         } else {
-            poll_input(&e, -1);
+            attend_to(&e, -1);
         }
     }
-    st_out_drain();
+    say_goodbye(&e);
     engine_free(&e);
     return 0;
 }

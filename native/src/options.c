@@ -49,6 +49,33 @@ void st_options_help(void) {
     puts("\nexit status: 0 done, 1 failed, 2 wrong usage, 78 the model cannot be used");
 }
 
+/* How many letters must change, appear or vanish to make b of the first n letters of a (Levenshtein). */
+static size_t distance(const char *a, size_t n, const char *b) {
+    size_t row[32], m = strlen(b);
+    for (size_t j = 0; j <= m; j++) row[j] = j;
+    for (size_t i = 0; i < n; i++) {
+        size_t diagonal = row[0];
+        row[0] = i + 1;
+        for (size_t j = 1; j <= m; j++) {
+            size_t other = (row[j] < row[j - 1] ? row[j] : row[j - 1]) + 1, same = diagonal + (a[i] != b[j - 1]);
+            diagonal = row[j];
+            row[j] = same < other ? same : other;
+        }
+    }
+    return row[m];
+}
+
+static int unknown(const char *text, size_t len, st_error *err) {
+    const char *best = NULL;
+    size_t least = len < 8 ? 3 : 4; /* from here on it is no slip of the finger */
+    for (int i = 0; i < N_OPTIONS; i++) {
+        size_t d = distance(text, len, OPTIONS[i].name);
+        if (d < least) least = d, best = OPTIONS[i].name;
+    }
+    if (best) return st_fail(err, "usage", "unknown option %s; did you mean %s?", text, best);
+    return st_fail(err, "usage", "unknown option %s; strata-engine --help lists them", text);
+}
+
 static int chosen(const char *choices, const char *value) {
     size_t n = strlen(value);
     for (const char *p = choices; *p; p += strspn(p, " ")) {
@@ -82,7 +109,7 @@ int st_options_parse(int argc, char **argv, st_options *o, st_error *err) {
         size_t len = eq ? (size_t)(eq - argv[a]) : strlen(argv[a]);
         int i = 0;
         while (i < N_OPTIONS && (strlen(OPTIONS[i].name) != len || memcmp(OPTIONS[i].name, argv[a], len))) i++;
-        if (i == N_OPTIONS) return st_fail(err, "usage", "unknown option %s; strata-engine --help lists them", argv[a]);
+        if (i == N_OPTIONS) return unknown(argv[a], len, err);
         if (OPTIONS[i].kind == FLAG) {
             if (eq) return st_fail(err, "usage", "%s takes no value", OPTIONS[i].name);
             *(int *)(void *)((char *)o + OPTIONS[i].at) = 1;

@@ -9,9 +9,6 @@
 #include <string.h>
 #include <unistd.h>
 
-/* A reader this far behind is waited for after all: memory is bounded. */
-enum { MOST_PENDING = 64 << 20 };
-
 static char *buffer;
 static size_t used, sent, room;
 static int gone;
@@ -70,11 +67,8 @@ static int write_some(int timeout) {
 }
 
 int st_out_flush(void) {
-    while (!gone && used > sent) {
-        int w = write_some(used - sent > MOST_PENDING ? -1 : 0);
-        if (w < 0) gone = 1;
-        if (w <= 0 && used - sent <= MOST_PENDING) break;
-    }
+    for (int w = 1; w > 0 && !gone && used > sent;)
+        if ((w = write_some(0)) < 0) gone = 1;
     if (sent > 1 << 20) { /* move the rest to the front now and then */
         memmove(buffer, buffer + sent, used - sent);
         used -= sent;

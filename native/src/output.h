@@ -1,5 +1,5 @@
 /* Protocol lines to stdout. Lines gather in a buffer; a flush hands over what the reader takes without ever waiting
- * for it, so a daemon that does not read never stalls a window. */
+ * for it, so a daemon that does not read never stalls a window (the engine bounds how much may gather). */
 #ifndef ST_OUTPUT_H
 #define ST_OUTPUT_H
 

@@ -12,7 +12,7 @@
 
 static const struct {
     const char *word;
-    st_command command;
+    int command;
 } COMMANDS[] = {{"GEN", ST_CMD_GEN}, {"STOP", ST_CMD_STOP}, {"STAT", ST_CMD_STAT}, {"QUIT", ST_CMD_QUIT}};
 
 typedef enum kind { FLOAT, INT, U64, U32, BIAS } kind;

@@ -5,6 +5,7 @@
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <stdatomic.h>
 #include <stdlib.h>
 #include <string.h>
@@ -116,6 +117,18 @@ void st_team_free(st_team *t) {
     free(t);
 }
 
+/* Signals are for the caller's thread: members are born with all of them blocked, but for those of faults. */
+static int start_thread(member *m) {
+    sigset_t set, old;
+    static const int faults[] = {SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT, SIGTRAP};
+    sigfillset(&set);
+    for (size_t i = 0; i < sizeof faults / sizeof *faults; i++) sigdelset(&set, faults[i]);
+    pthread_sigmask(SIG_SETMASK, &set, &old);
+    int failed = pthread_create(&m->thread, NULL, member_main, m);
+    pthread_sigmask(SIG_SETMASK, &old, NULL);
+    return failed;
+}
+
 st_team *st_team_new(int n, st_error *err) {
     st_team *t = NULL;
     member *members = NULL;
@@ -131,7 +144,7 @@ st_team *st_team_new(int n, st_error *err) {
     t->size = 1;
     for (int i = 0; i < n; i++) members[i] = (member){.team = t, .index = i, .spin = SPIN_MOST};
     for (int i = 1; i < n; i++) {
-        int failed = pthread_create(&members[i].thread, NULL, member_main, &members[i]);
+        int failed = start_thread(&members[i]);
         if (failed) {
             st_fail(err, "no_memory", "cannot start thread %d of %d: %s", i + 1, n, strerror(failed));
             st_team_free(t);
