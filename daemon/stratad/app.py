@@ -249,7 +249,8 @@ class Daemon:
         return changes
 
     def _reload_logged(self) -> None:
-        self._notifier.send(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+        if self._announced:
+            self._notifier.send(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
             changes = self.reload()
         except config.ConfigError as error:
@@ -259,7 +260,8 @@ class Daemon:
             _logger.info("configuration read again, %d changes", len(changes))
             for change in changes:
                 _logger.info("changed: %s", change)
-        self._notifier.send("READY=1")
+        if self._announced:
+            self._notifier.send("READY=1")
 
     # -- end
 

@@ -212,8 +212,11 @@ def _run(inputs: config.Inputs, loaded: config.Loaded) -> int:
         return asyncio.run(serve())
     except config.ConfigError as error:
         return _say_problems(error, every=False)
-    except (LockError, StrataError, OSError) as error:
+    except (LockError, StrataError) as error:
         print(f"stratad: {error}", file=sys.stderr)
+    except OSError as error:
+        place = f"{error.filename}: " if error.filename else ""
+        print(f"stratad: {place}{error.strerror or error}", file=sys.stderr)
     except KeyboardInterrupt:
         print("stratad: interrupted", file=sys.stderr)
     except Exception as error:

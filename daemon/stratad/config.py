@@ -108,9 +108,10 @@ def load(inputs: Inputs) -> Loaded:
     _read_options(layers, inputs.options)
     for path in files:
         _read_file(layers, path)
+    override = _read_override(layers, inputs.environ)  # before the next, since it may name the model
     if not any(path.suffix == ".json" for path in files):
         files += _read_model_file(layers, files)
-    files += _read_override(layers, inputs.environ)
+    files += override
     if layers.problems:
         raise ConfigError(layers.problems)
     return Loaded(layers.merged(), tuple(files), tuple(layers.notes))

@@ -162,10 +162,12 @@ def _check_int(setting: Setting, value: object) -> object:
 
 
 def _check_float(setting: Setting, value: object) -> object:
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _in_range(setting, value):
         return _WRONG
-    number = float(value)
-    return number if math.isfinite(number) and _in_range(setting, number) else _WRONG
+    try:
+        return float(value) if math.isfinite(value) else _WRONG
+    except OverflowError:  # a whole number beyond every float
+        return _WRONG
 
 
 def _check_text(_setting: Setting, value: object) -> object:
@@ -185,7 +187,13 @@ def _check_list(setting: Setting, value: object) -> object:
 
 
 def _check_table(_setting: Setting, value: object) -> object:
-    return dict(value) if isinstance(value, Mapping) and all(isinstance(key, str) for key in value) else _WRONG
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        return _WRONG
+    try:
+        json.dumps(value, allow_nan=False)  # it goes into JSON and templates: no dates, no NaN
+    except (TypeError, ValueError, RecursionError):
+        return _WRONG
+    return dict(value)
 
 
 _CHECKS = {
@@ -411,16 +419,16 @@ class Settings:
         assert isinstance(value, Mapping), name
         return value
 
-    def reload(self, configured: Settings, restarted: Iterable[Applies] = ()) -> list[str]:
+    def reload(self, configured: Settings) -> list[str]:
         """Take over what a fresh reading of the configuration says; returns one line per change.
 
         Runtime values stay. A setting that applies only at a restart keeps its value in force and notes the new one
-        as pending, unless that kind of restart is in `restarted`.
+        as pending.
         """
         changes = []
         for row in SETTINGS:
             old, new = self._values[row.name], configured._values[row.name]
-            merged = _merge(row, old, new, frozenset(restarted))
+            merged = _merge(row, old, new)
             self._values[row.name] = merged
             if old != merged and (old.value != merged.value or merged.pending is not None):
                 changes.append(_describe_change(row, old, merged))
@@ -429,7 +437,7 @@ class Settings:
     def set_runtime(self, name: str, value: Value) -> None:
         """Set a value for this run only (already checked by the caller through `Setting.check` or `.parse`)."""
         row = lookup(name)
-        self._values[name] = _merge(row, self._values[name], Effective(value, "runtime", "runtime"), frozenset())
+        self._values[name] = _merge(row, self._values[name], Effective(value, "runtime", "runtime"))
 
     def adopt(self, restart: Applies) -> None:
         """Let the values that waited for this kind of restart take force."""
@@ -447,10 +455,10 @@ class Settings:
         return {name: plain(item.value) for name, item in self._values.items() if item.source != "default"}
 
 
-def _merge(row: Setting, old: Effective, new: Effective, restarted: frozenset[Applies]) -> Effective:
+def _merge(row: Setting, old: Effective, new: Effective) -> Effective:
     if old.source == "runtime" and new.source != "runtime":
         return old
-    waits = row.applies in ("engine-restart", "daemon-restart") and row.applies not in restarted
+    waits = row.applies in ("engine-restart", "daemon-restart")
     if not waits or old.value == new.value:
         return replace(new, pending=None)
     return replace(old, pending=(new.value, new.source, new.origin))
