@@ -39,7 +39,7 @@ static void fill(rng *r, float *x, int n, int wild) {
     for (int i = 0; i < n; i++) x[i] = value(r, wild);
 }
 
-enum { MAX = 8192, MAXK = 2048, MAXN = 48 };
+enum { MAX = 8192, MAXK = 2048, MAXN = 48, MAX_CODE_BYTES = 4 };
 
 typedef struct work {
     rng r;
@@ -48,8 +48,8 @@ typedef struct work {
     int bad;
     float x[MAX], w[MAX], g[MAX], ya[MAX], yb[MAX];
     uint8_t rows[MAXN * (MAXK / 32) * 34];
-    uint8_t *packed;
-    int8_t qa[ST_TILE * MAXK], qb[ST_TILE * MAXK];
+    uint8_t *packed, *packed_b; /* for the specification and for the table under test */
+    int8_t qa[ST_TILE * MAXK], qb[ST_TILE * MAXK * MAX_CODE_BYTES];
     float da[ST_TILE * MAXK / 32], db[ST_TILE * MAXK / 32];
     int32_t sa[ST_TILE * MAXK / 32], sb[ST_TILE * MAXK / 32];
 } work;
@@ -138,9 +138,9 @@ static float row_reference(const work *k, int type, int row, int nb, int r) {
                                 : st_row_q4_0(k->rows + row * nb * 18, q, d, nb * 32);
 }
 
-static void run_mm(work *k, const st_kernels *t, int type, const st_tile *tile, int groups, int nb) {
+static void run_mm(const st_kernels *t, const uint8_t *w, int type, const st_tile *tile, int groups, int nb) {
     size_t stride = st_pack_group_bytes(type, nb * 32);
-    (type == ST_GGML_Q8_0 ? t->mm_q8_0 : t->mm_q4_0)(k->packed, stride, groups, nb, tile);
+    (type == ST_GGML_Q8_0 ? t->mm_q8_0 : t->mm_q4_0)(w, stride, groups, nb, tile);
 }
 
 static void test_products(work *k, int type) {
@@ -151,24 +151,27 @@ static void test_products(work *k, int type) {
     random_rows(k, type, n, nb);
     for (int g = 0; g < groups; g++) {
         int left = n - g * ST_LANES < ST_LANES ? n - g * ST_LANES : ST_LANES;
-        st_pack_group(type, k->rows + g * ST_LANES * nb * bytes, (size_t)(nb * bytes), left, nb * 32, k->packed + (size_t)g * stride);
+        const uint8_t *rows16 = k->rows + g * ST_LANES * nb * bytes;
+        st_pack_group(k->a, type, rows16, (size_t)(nb * bytes), left, nb * 32, k->packed + (size_t)g * stride);
+        st_pack_group(k->b, type, rows16, (size_t)(nb * bytes), left, nb * 32, k->packed_b + (size_t)g * stride);
     }
     st_tile ta = {.rows = rows, .mode = below(&k->r, 3)}, tb = ta;
     for (int r = 0; r < rows; r++) {
         fill(&k->r, k->x, nb * 32, below(&k->r, 3) == 0);
         k->a->quantize(k->x, nb * 32, k->qa + r * nb * 32, k->da + r * nb, k->sa + r * nb);
-        k->b->quantize(k->x, nb * 32, k->qb + r * nb * 32, k->db + r * nb, k->sb + r * nb);
+        int8_t *qb = k->qb + r * nb * 32 * k->b->code_bytes;
+        k->b->quantize(k->x, nb * 32, qb, k->db + r * nb, k->sb + r * nb);
+        same_bytes(k, "quantize codes", k->qa + r * nb * 32, qb, (size_t)(nb * 32));
         ta.q[r] = k->qa + r * nb * 32, ta.d[r] = k->da + r * nb, ta.sum[r] = k->sa + r * nb, ta.y[r] = k->ya + r * 64;
-        tb.q[r] = k->qb + r * nb * 32, tb.d[r] = k->db + r * nb, tb.sum[r] = k->sb + r * nb, tb.y[r] = k->yb + r * 64;
+        tb.q[r] = qb, tb.d[r] = k->db + r * nb, tb.sum[r] = k->sb + r * nb, tb.y[r] = k->yb + r * 64;
         ta.weight[r] = tb.weight[r] = value(&k->r, 0);
     }
-    same_bytes(k, "quantize codes", k->qa, k->qb, (size_t)(rows * nb * 32));
     same(k, "quantize scales", k->da, k->db, rows * nb);
     same_bytes(k, "quantize sums", k->sa, k->sb, (size_t)(rows * nb) * 4);
     fill(&k->r, k->ya, rows * 64, 0);
     memcpy(k->yb, k->ya, sizeof k->ya);
-    run_mm(k, k->a, type, &ta, groups, nb);
-    run_mm(k, k->b, type, &tb, groups, nb);
+    run_mm(k->a, k->packed, type, &ta, groups, nb);
+    run_mm(k->b, k->packed_b, type, &tb, groups, nb);
     for (int r = 0; r < rows; r++) {
         same(k, type == ST_GGML_Q8_0 ? "mm_q8_0" : "mm_q4_0", ta.y[r], tb.y[r], groups * ST_LANES);
         if (ta.mode != ST_STORE) continue;
@@ -234,11 +237,12 @@ static work *work_new(const char *isa, uint64_t seed, st_error *err) {
         return NULL;
     }
     work *k = calloc(1, sizeof *k);
-    if (!k || posix_memalign((void **)&k->packed, 64, 4 << 20)) {
+    if (!k || posix_memalign((void **)&k->packed, 64, 8 << 20)) {
         free(k);
         st_fail(err, "no_memory", "no memory for the self-test");
         return NULL;
     }
+    k->packed_b = k->packed + (4 << 20);
     k->a = &st_kernels_scalar;
     k->b = table;
     k->isa = table->isa;
@@ -275,13 +279,14 @@ static void bench_product(work *k, int type, int kk, int rows) {
     st_tile t = {.rows = rows, .mode = ST_STORE};
     for (int r = 0; r < rows; r++) {
         fill(&k->r, k->x, kk, 0);
-        k->b->quantize(k->x, kk, k->qb + r * kk, k->db + r * nb, k->sb + r * nb);
-        t.q[r] = k->qb + r * kk, t.d[r] = k->db + r * nb, t.sum[r] = k->sb + r * nb, t.y[r] = k->yb + r * groups * ST_LANES;
+        int8_t *q = k->qb + r * kk * k->b->code_bytes;
+        k->b->quantize(k->x, kk, q, k->db + r * nb, k->sb + r * nb);
+        t.q[r] = q, t.d[r] = k->db + r * nb, t.sum[r] = k->sb + r * nb, t.y[r] = k->yb + r * groups * ST_LANES;
     }
     double best = 1e9;
     for (int i = 0; i < 30; i++) {
         double t0 = seconds();
-        run_mm(k, k->b, type, &t, groups, nb);
+        run_mm(k->b, k->packed_b, type, &t, groups, nb);
         double dt = seconds() - t0;
         best = dt < best ? dt : best;
     }
@@ -307,7 +312,7 @@ static void bench_delta(work *k, int d) {
 int st_selftest_bench(const char *isa, st_error *err) {
     work *k = work_new(isa, 1, err);
     if (!k) return -1;
-    memset(k->packed, 0x35, 4 << 20);
+    memset(k->packed_b, 0x35, 4 << 20);
     for (int type = ST_GGML_Q4_0; type <= ST_GGML_Q8_0; type += ST_GGML_Q8_0 - ST_GGML_Q4_0)
         for (int kk = 64; kk <= MAXK; kk = kk == 64 ? 384 : kk == 384 ? 2048 : MAXK + 1)
             for (int rows = 1; rows <= ST_TILE; rows *= 2) bench_product(k, type, kk, rows);

@@ -4,7 +4,7 @@
  * Packed matrices ("row in lane"): 16 weight rows ride in the 16 lanes of a vector, so no sum crosses lanes.
  * A group holds 16 rows of k values; b = 32-value block, s = 4-value step, l = row in group, t = value in step:
  *   scales  f16 [k/32][16], padded to 64 bytes
- *   Q8_0    u8  [k/32][8 steps][16][4]   code + 128
+ *   Q8_0    u8  [k/32][8 steps][16][4]   code + the table's q8_bias
  *   Q4_0    u8  [k/32][4 steps][16][4]   low nibble: value 4s + t, high nibble: value 16 + 4s + t; code + 8
  * F32 matrices stay rows and go through `dots`.
  *

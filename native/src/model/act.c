@@ -5,9 +5,9 @@
 #include <math.h>
 #include <stdlib.h>
 
-int st_act_new(st_act *a, int rows, int k) {
+int st_act_new(const st_kernels *t, st_act *a, int rows, int k) {
     size_t n = (size_t)rows * (size_t)k, blocks = (size_t)rows * (size_t)((k + 31) / 32);
-    size_t codes = (n + 63) & ~(size_t)63;
+    size_t codes = (n * (size_t)t->code_bytes + 63) & ~(size_t)63;
     void *p = NULL;
     if (posix_memalign(&p, 64, n * 4 + codes + blocks * 8 + 256)) return -1;
     a->k = k;
@@ -20,18 +20,18 @@ int st_act_new(st_act *a, int rows, int k) {
 
 void st_act_quantize(const st_kernels *t, st_act *a, int row) {
     size_t at = (size_t)row * (size_t)a->k, blocks = (size_t)row * (size_t)(a->k / 32);
-    t->quantize(a->x + at, a->k, a->q + at, a->d + blocks, a->sum + blocks);
+    t->quantize(a->x + at, a->k, a->q + at * (size_t)t->code_bytes, a->d + blocks, a->sum + blocks);
 }
 
 static int row_of(const int *list, int i) { return list ? list[i] : i; }
 
-static void fill_tile(const st_product *p, int r0, st_tile *tile) {
+static void fill_tile(const st_kernels *t, const st_product *p, int r0, st_tile *tile) {
     int nb = p->in->k / 32;
     tile->rows = p->rows - r0 < ST_TILE ? p->rows - r0 : ST_TILE;
     tile->mode = p->mode;
     for (int r = 0; r < tile->rows; r++) {
         size_t in = (size_t)row_of(p->in_row, r0 + r), out = (size_t)row_of(p->out_row, r0 + r);
-        tile->q[r] = p->in->q + in * (size_t)p->in->k;
+        tile->q[r] = p->in->q + in * (size_t)(p->in->k * t->code_bytes);
         tile->d[r] = p->in->d + in * (size_t)nb;
         tile->sum[r] = p->in->sum + in * (size_t)nb;
         tile->y[r] = p->y + out * p->ystride + (size_t)p->g0 * ST_LANES;
@@ -73,7 +73,7 @@ void st_product_run(const st_kernels *t, const st_product *p) {
     for (int g = 0; g < groups; g += step) {
         int n = groups - g < step ? groups - g : step;
         for (int r = 0; r < p->rows; r += ST_TILE) {
-            fill_tile(p, r, &tile);
+            fill_tile(t, p, r, &tile);
             for (int i = 0; i < tile.rows; i++) tile.y[i] += (size_t)g * ST_LANES;
             mm(w + (size_t)g * m->group_bytes, m->group_bytes, n, p->in->k / 32, &tile);
         }

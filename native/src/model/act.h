@@ -8,13 +8,13 @@
 typedef struct st_act {
     int k;
     float *x;     /* [rows][k] */
-    int8_t *q;    /* [rows][k] */
+    int8_t *q;    /* [rows][k * code_bytes of the table] */
     float *d;     /* [rows][k / 32] */
     int32_t *sum; /* [rows][k / 32] */
 } st_act;
 
 /* Room for `rows` rows in one allocation (a->x first); -1 when there is no memory. Free a->x. */
-int st_act_new(st_act *a, int rows, int k);
+int st_act_new(const st_kernels *t, st_act *a, int rows, int k);
 void st_act_quantize(const st_kernels *t, st_act *a, int row);
 
 /* Groups [g0, g1) of a matrix times `rows` input rows, into columns 16 * g0 ... of y (row stride ystride floats).

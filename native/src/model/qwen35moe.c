@@ -625,11 +625,11 @@ static int load_globals(st_model *m, qwen *p, st_error *err) {
     return st_weights_mat(m->weights, out, p->E, m->n_vocab, 0, &p->head, err);
 }
 
-static int temp_new(const qwen *p, temp *t, int rows) {
+static int temp_new(const st_kernels *k, const qwen *p, temp *t, int rows) {
     int wide = p->values > p->heads * p->hd ? p->values : p->heads * p->hd, pairs = rows * p->used;
     size_t n = (size_t)pairs, ints = n * 2 + (size_t)p->experts * 2 + 2;
-    if (st_act_new(&t->h, rows, p->E) || st_act_new(&t->mix, rows, wide) || st_act_new(&t->pair, pairs, p->ff) ||
-        st_act_new(&t->shared, rows, p->shared_ff))
+    if (st_act_new(k, &t->h, rows, p->E) || st_act_new(k, &t->mix, rows, wide) || st_act_new(k, &t->pair, pairs, p->ff) ||
+        st_act_new(k, &t->shared, rows, p->shared_ff))
         return -1;
     t->logits = malloc(((size_t)rows * (size_t)(p->experts + 1) + 2 * n) * sizeof(float));
     t->expert = malloc(ints * sizeof(int));
@@ -676,8 +676,8 @@ static int make_scratch(st_model *m, qwen *p, st_error *err) {
     p->small = calloc((size_t)p->members, sizeof *p->small);
     p->next = calloc((size_t)p->n_layers, sizeof *p->next);
     int bad = !p->rows || !p->x || !p->u || !p->c || !p->z || !p->cos || !p->sin || !p->gate_rows || !p->up_rows || !p->gate_shared ||
-              !p->up_shared || !p->moe || !p->small || !p->next || temp_new(p, &p->large, m->max_rows);
-    for (int i = 0; !bad && i < p->members; i++) bad = temp_new(p, &p->small[i], SMALL_ROWS);
+              !p->up_shared || !p->moe || !p->small || !p->next || temp_new(m->kernels, p, &p->large, m->max_rows);
+    for (int i = 0; !bad && i < p->members; i++) bad = temp_new(m->kernels, p, &p->small[i], SMALL_ROWS);
     return bad ? st_fail(err, "no_memory", "no memory for windows of %d rows", m->max_rows) : 0;
 }
 

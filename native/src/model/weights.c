@@ -16,6 +16,7 @@ struct block {
 
 struct st_weights {
     const st_gguf *g;
+    const st_kernels *table;
     struct block *blocks;
     size_t held;
     uint64_t done, total;
@@ -45,13 +46,14 @@ static void *room(st_weights *w, size_t bytes, st_error *err) {
     return b->data;
 }
 
-st_weights *st_weights_new(const st_gguf *g, void (*progress)(void *, int), void *arg, st_error *err) {
+st_weights *st_weights_new(const st_gguf *g, const st_kernels *table, void (*progress)(void *, int), void *arg, st_error *err) {
     st_weights *w = calloc(1, sizeof *w);
     if (!w) {
         st_fail(err, "no_memory", "no memory for the weights");
         return NULL;
     }
     w->g = g;
+    w->table = table;
     w->progress = progress;
     w->arg = arg;
     w->percent = -1;
@@ -135,7 +137,7 @@ int st_weights_mat(st_weights *w, const char *name, int k, int n, int experts, s
     out->data = packed;
     size_t source = (size_t)t->row_bytes * ST_LANES;
     for (int i = 0; i < groups * count; i++) {
-        st_pack_group(t->type, t->data + source * (size_t)i, (size_t)t->row_bytes, ST_LANES, k, packed + out->group_bytes * (size_t)i);
+        st_pack_group(w->table, t->type, t->data + source * (size_t)i, (size_t)t->row_bytes, ST_LANES, k, packed + out->group_bytes * (size_t)i);
         if (i % 64 == 63 || i == groups * count - 1) advance(w, source * (size_t)(i % 64 + 1));
     }
     return 0;

@@ -15,8 +15,8 @@ typedef struct st_mat {
 
 typedef struct st_weights st_weights;
 
-/* `progress` (may be NULL) hears the share of tensor bytes that are loaded, 0..100, rising. */
-st_weights *st_weights_new(const st_gguf *g, void (*progress)(void *arg, int percent), void *arg, st_error *err);
+/* Matrices are packed for `table`. `progress` (may be NULL) hears the share of tensor bytes that are loaded, 0..100, rising. */
+st_weights *st_weights_new(const st_gguf *g, const st_kernels *table, void (*progress)(void *arg, int percent), void *arg, st_error *err);
 void st_weights_free(st_weights *w);
 /* Bytes held in memory. */
 size_t st_weights_bytes(const st_weights *w);

@@ -157,84 +157,137 @@ INLINE void block_values(const uint8_t *v, int hd, int dv, int n, const vi *u, f
 
 /* Sixteen registers hold the sums of four activation rows against eight weight rows; a group is two such halves and a
  * tile two such quarters. `codes` points at the half's first vector, steps are 64 bytes apart. */
-enum { QUARTER = 4 };
+enum { QUARTER = 4, SEGMENT_BLOCKS = ST_SEGMENT / ST_QBLOCK };
 
-typedef struct { __m256 acc, total; } running;
+/* One value of a row's table in every lane, from memory: no detour by a general register. */
+INLINE __m256 each_float(const float *p) { return _mm256_broadcast_ss(p); }
+INLINE __m256i each_int(const int32_t *p) { return _mm256_castps_si256(_mm256_broadcast_ss((const float *)(const void *)p)); }
 
-INLINE void join_block(running *s, __m256 ws, float d, __m256i isum, int last_of_segment) {
-    s->acc = _mm256_fmadd_ps(_mm256_mul_ps(ws, _mm256_set1_ps(d)), _mm256_cvtepi32_ps(isum), s->acc);
-    if (last_of_segment) {
-        s->total = _mm256_add_ps(s->total, s->acc);
-        s->acc = _mm256_setzero_ps();
-    }
-}
+/* Keeps a running sum in its register: without it gcc gathers all products of a block first and spills them. */
+#define SETTLE(v) __asm__("" : "+x"(v))
 
 INLINE __m256 half_scales(const uint8_t *w, int b, int half) {
     return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)(w + b * 32 + half * 16)));
 }
 
-INLINE void finish_half(const st_tile *t, int r, int at, const running *s, int short_segment) {
-    __m256 v = short_segment ? _mm256_add_ps(s->total, s->acc) : s->total;
+INLINE __m256 join_block(__m256 acc, __m256 ws, const float *d, __m256i isum) {
+    return _mm256_fmadd_ps(_mm256_mul_ps(ws, each_float(d)), _mm256_cvtepi32_ps(isum), acc);
+}
+
+INLINE void finish_half(const st_tile *t, int r, int at, __m256 v) {
     float *y = t->y[r] + at;
     if (t->mode == ST_ADD) v = _mm256_add_ps(_mm256_loadu_ps(y), v);
     else if (t->mode == ST_FMA_WEIGHT) v = _mm256_fmadd_ps(_mm256_set1_ps(t->weight[r]), v, _mm256_loadu_ps(y));
     _mm256_storeu_ps(y, v);
 }
 
-INLINE void half_q8_0(const uint8_t *w, int nb, const st_tile *t, int r0, int at, int half, const int R) {
-    const __m256i flip = _mm256_set1_epi8(-128);
-    const uint8_t *codes = w + st_pack_scale_bytes(nb * 32) + half * 32;
-    running run[QUARTER];
-    const int8_t *q[QUARTER];
-    for (int r = 0; r < R; r++) {
-        run[r].acc = run[r].total = _mm256_setzero_ps();
-        q[r] = t->q[r0 + r];
+/* 8-bit codes as two halves of 16 bits: in a word of codes (v0, v1) the low byte is v0, the high byte v1, so the four
+ * codes of a lane become (v0, v2) and (v1, v3), and each pair meets its like in one vpmaddwd. */
+INLINE __m256i even(__m256i c) { return _mm256_srai_epi16(_mm256_slli_epi16(c, 8), 8); }
+INLINE __m256i odd(__m256i c) { return _mm256_srai_epi16(c, 8); }
+
+/* Behind k codes: k bytes of even pairs, k bytes of odd pairs, in the order of the codes' 4-value steps. */
+INLINE void other_codes(int8_t *q, int k) {
+    for (int i = 0; i < k; i += 32) {
+        __m256i c = load32(q + i);
+        _mm256_storeu_si256((__m256i *)(void *)(q + k + i), even(c));
+        _mm256_storeu_si256((__m256i *)(void *)(q + 2 * k + i), odd(c));
     }
-    for (int b = 0; b < nb; b++, codes += 512) {
-        __m256i sum[QUARTER];
-        for (int r = 0; r < R; r++) sum[r] = _mm256_setzero_si256();
-        for (int s = 0; s < 8; s++) {
-            __m256i c = _mm256_xor_si256(load32(codes + 64 * s), flip), a = _mm256_abs_epi8(c);
-            for (int r = 0; r < R; r++) {
-                __m256i x = _mm256_sign_epi8(dup32(q[r] + b * 32 + 4 * s), c);
-                sum[r] = _mm256_add_epi32(sum[r], pairs(_mm256_maddubs_epi16(a, x)));
-            }
+}
+
+/* One row: |w| as the unsigned factor of vpmaddubsw and the activation with the weight's sign. */
+INLINE __m256i block_q8_0_single(const uint8_t *codes, const int8_t *q) {
+    __m256i a = _mm256_setzero_si256(), b = a;
+    for (int s = 0; s < 8; s += 2) {
+        __m256i c = load32(codes + 64 * s), d = load32(codes + 64 * s + 64);
+        a = _mm256_add_epi32(a, pairs(_mm256_maddubs_epi16(_mm256_abs_epi8(c), _mm256_sign_epi8(dup32(q + 4 * s), c))));
+        b = _mm256_add_epi32(b, pairs(_mm256_maddubs_epi16(_mm256_abs_epi8(d), _mm256_sign_epi8(dup32(q + 4 * s + 4), d))));
+    }
+    return _mm256_add_epi32(a, b);
+}
+
+/* Several rows: the widened weights serve all of them. */
+INLINE void block_q8_0(const uint8_t *codes, int k, const int8_t *const *q, int at, __m256i *sum, const int R) {
+    for (int r = 0; r < R; r++) sum[r] = _mm256_setzero_si256();
+    for (int s = 0; s < 8; s++) {
+        __m256i c = load32(codes + 64 * s), e = even(c), o = odd(c);
+        for (int r = 0; r < R; r++) {
+            const int8_t *x = q[r] + k + at + 4 * s;
+            sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(e, dup32(x)));
+            SETTLE(sum[r]);
+            sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(o, dup32(x + k)));
+            SETTLE(sum[r]);
         }
-        __m256 ws = half_scales(w, b, half);
-        for (int r = 0; r < R; r++) join_block(&run[r], ws, t->d[r0 + r][b], sum[r], (b & 7) == 7);
     }
-    for (int r = 0; r < R; r++) finish_half(t, r0 + r, at + 8 * half, &run[r], nb & 7);
+}
+
+INLINE void half_q8_0(const uint8_t *w, int nb, const st_tile *t, int r0, int at, int half, const int R) {
+    const uint8_t *codes = w + st_pack_scale_bytes(nb * 32) + half * 32;
+    __m256 total[QUARTER];
+    const int8_t *q[QUARTER];
+    const float *d[QUARTER];
+    for (int r = 0; r < R; r++) {
+        total[r] = _mm256_setzero_ps();
+        q[r] = t->q[r0 + r];
+        d[r] = t->d[r0 + r];
+    }
+    for (int b = 0; b < nb;) {
+        int end = b + SEGMENT_BLOCKS < nb ? b + SEGMENT_BLOCKS : nb;
+        __m256 acc[QUARTER];
+        for (int r = 0; r < R; r++) acc[r] = _mm256_setzero_ps();
+        for (; b < end; b++, codes += 512) {
+            __m256i sum[QUARTER];
+            if (R == 1) sum[0] = block_q8_0_single(codes, q[0] + b * 32);
+            else block_q8_0(codes, nb * 32, q, b * 32, sum, R);
+            __m256 ws = half_scales(w, b, half);
+            for (int r = 0; r < R; r++) acc[r] = join_block(acc[r], ws, d[r] + b, sum[r]);
+        }
+        for (int r = 0; r < R; r++) total[r] = _mm256_add_ps(total[r], acc[r]);
+    }
+    for (int r = 0; r < R; r++) finish_half(t, r0 + r, at + 8 * half, total[r]);
 }
 
 /* 16-bit sums: eight steps of at most 2 * 15 * 127 fit, so one vpmaddwd ends a block. */
 INLINE void half_q4_0(const uint8_t *w, int nb, const st_tile *t, int r0, int at, int half, const int R) {
     const __m256i nibble = _mm256_set1_epi8(15);
     const uint8_t *codes = w + st_pack_scale_bytes(nb * 32) + half * 32;
-    running run[QUARTER];
+    __m256 total[QUARTER];
     const int8_t *q[QUARTER];
+    const float *d[QUARTER];
+    const int32_t *bsum[QUARTER];
     for (int r = 0; r < R; r++) {
-        run[r].acc = run[r].total = _mm256_setzero_ps();
+        total[r] = _mm256_setzero_ps();
         q[r] = t->q[r0 + r];
+        d[r] = t->d[r0 + r];
+        bsum[r] = t->sum[r0 + r];
     }
-    for (int b = 0; b < nb; b++, codes += 256) {
-        __m256i sum[QUARTER];
-        for (int r = 0; r < R; r++) sum[r] = _mm256_setzero_si256();
-        for (int s = 0; s < 4; s++) {
-            __m256i c = load32(codes + 64 * s);
-            __m256i lo = _mm256_and_si256(c, nibble), hi = _mm256_and_si256(_mm256_srli_epi16(c, 4), nibble);
+    for (int b = 0; b < nb;) {
+        int end = b + SEGMENT_BLOCKS < nb ? b + SEGMENT_BLOCKS : nb;
+        __m256 acc[QUARTER];
+        for (int r = 0; r < R; r++) acc[r] = _mm256_setzero_ps();
+        for (; b < end; b++, codes += 256) {
+            __m256i sum[QUARTER];
+            for (int r = 0; r < R; r++) sum[r] = _mm256_setzero_si256();
+            for (int s = 0; s < 4; s++) {
+                __m256i c = load32(codes + 64 * s);
+                __m256i lo = _mm256_and_si256(c, nibble), hi = _mm256_and_si256(_mm256_srli_epi16(c, 4), nibble);
+                for (int r = 0; r < R; r++) {
+                    const int8_t *x = q[r] + b * 32 + 4 * s;
+                    sum[r] = _mm256_add_epi16(sum[r], _mm256_maddubs_epi16(lo, dup32(x)));
+                    SETTLE(sum[r]);
+                    sum[r] = _mm256_add_epi16(sum[r], _mm256_maddubs_epi16(hi, dup32(x + 16)));
+                    SETTLE(sum[r]);
+                }
+            }
+            __m256 ws = half_scales(w, b, half);
             for (int r = 0; r < R; r++) {
-                const int8_t *x = q[r] + b * 32 + 4 * s;
-                sum[r] = _mm256_add_epi16(sum[r], _mm256_maddubs_epi16(lo, dup32(x)));
-                sum[r] = _mm256_add_epi16(sum[r], _mm256_maddubs_epi16(hi, dup32(x + 16)));
+                __m256i isum = _mm256_sub_epi32(pairs(sum[r]), _mm256_slli_epi32(each_int(bsum[r] + b), 3));
+                acc[r] = join_block(acc[r], ws, d[r] + b, isum);
             }
         }
-        __m256 ws = half_scales(w, b, half);
-        for (int r = 0; r < R; r++) {
-            __m256i isum = _mm256_sub_epi32(pairs(sum[r]), _mm256_set1_epi32(t->sum[r0 + r][b] * 8));
-            join_block(&run[r], ws, t->d[r0 + r][b], isum, (b & 7) == 7);
-        }
+        for (int r = 0; r < R; r++) total[r] = _mm256_add_ps(total[r], acc[r]);
     }
-    for (int r = 0; r < R; r++) finish_half(t, r0 + r, at + 8 * half, &run[r], nb & 7);
+    for (int r = 0; r < R; r++) finish_half(t, r0 + r, at + 8 * half, total[r]);
 }
 
 INLINE void group_q8_0(const uint8_t *w, int nb, const st_tile *t, int at, const int R) {
@@ -251,4 +304,4 @@ INLINE void group_q4_0(const uint8_t *w, int nb, const st_tile *t, int at, const
     }
 }
 
-const st_kernels st_kernels_avx2 = KERNEL_TABLE("avx2");
+const st_kernels st_kernels_avx2 = KERNEL_TABLE("avx2", 3, 0);

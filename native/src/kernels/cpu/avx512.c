@@ -53,6 +53,8 @@ static inline vi dup32(const int8_t *p) {
     return _mm512_set1_epi32(v);
 }
 
+INLINE void other_codes(int8_t *q, int k) { (void)q, (void)k; }
+
 /* Scores of 64 positions (without the softmax scale): per 64-group fma of (qs * ks) * isum; codes carry +128. */
 INLINE void block_scores(const uint8_t *head, int hd, const int8_t *q, const float *qs, const int32_t *qsum, vf *score) {
     for (int i = 0; i < 4; i++) score[i] = _mm512_setzero_ps();
@@ -160,4 +162,4 @@ INLINE void group_q4_0(const uint8_t *w, int nb, const st_tile *t, int at, const
     for (int r = 0; r < R; r++) finish(t, r, at, nb & 7 ? vf_add(total[r], acc[r]) : total[r]);
 }
 
-const st_kernels st_kernels_avx512 = KERNEL_TABLE("avx512");
+const st_kernels st_kernels_avx512 = KERNEL_TABLE("avx512", 1, 128);

@@ -150,6 +150,8 @@ static void exp_sub(const float *x, int n, float m, float scale, float *y) {
 
 const st_kernels st_kernels_scalar = {
     .isa = "scalar",
+    .code_bytes = 1,
+    .q8_bias = 128,
     .quantize = quantize,
     .mm_q8_0 = mm_q8_0,
     .mm_q4_0 = mm_q4_0,
