@@ -79,6 +79,7 @@ def test_a_wrong_text_is_refused_with_what_would_be_right(name: str, text: str, 
     ("name", "value"),
     [("max_context", True), ("max_context", 1.0), ("temperature", False), ("temperature", math.inf), ("kv", 8),
      ("temperature", 10**400), ("max_context", 10**400), ("engine_env", {"a": math.nan}), ("engine_env", {1: 2}),
+     ("temperature", 10**400), ("max_context", 10**400), ("engine_env", {"a": math.nan}), ("engine_env", {1: 2}),
      ("listen", [1]), ("listen", 8080), ("engine_env", []), ("log_level", None), ("model", "a\0b")],
 )  # fmt: skip
 def test_a_value_of_the_wrong_type_is_refused(name: str, value: object) -> None:

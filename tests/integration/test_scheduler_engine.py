@@ -21,11 +21,13 @@ from stratad.types import Done, Event, GenRequest, Progress, Sampling, Token
 
 pytestmark = pytest.mark.skipif(engine_path(Settings()) is None, reason="strata-engine is not built")
 
+MODEL = str(Path(__file__).parents[2] / "native" / "models" / "strata-tiny-moe-Q4_0.gguf")
 PROMPT = (8186, 284, 198, 500, 501, 502)
 GREEDY = Sampling(temperature=0.0, seed=1)
 
 
 def limits(**values: object) -> Settings:
+    values = {"model": MODEL, **values}
     return Settings({name: Effective(BY_NAME[name].check(value)) for name, value in values.items()})
 
 
