@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 
 from starlette.types import Receive
@@ -41,6 +42,7 @@ class Feed:
         self._waiter: asyncio.Future[None] | None = None
         self._room = asyncio.Event()
         self._cut = drain.at_cut(self._on_cut)
+        self._silence = _SilenceTimer(self._wake)
 
     async def __aenter__(self) -> Feed:
         self._pump_task = asyncio.create_task(self._pump())
@@ -52,6 +54,7 @@ class Feed:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._cut.__exit__(kind, error, trace)
+        self._silence.close()
         self._watch_task.cancel()
         if not self._pump_task.done():
             self._closing = True
@@ -68,7 +71,11 @@ class Feed:
         events before it.
         """
         if not (self._events or self._ended or self._gone):
-            await self._wait(silence_s)
+            self._silence.begin(silence_s)
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+            self._waiter = None
+            self._silence.end()
         if self._gone:
             raise ClientLeft
         if self._events:
@@ -92,20 +99,10 @@ class Feed:
             pass
         return rest
 
-    async def _wait(self, silence_s: float | None) -> None:
-        loop = asyncio.get_running_loop()
-        waiter = self._waiter = loop.create_future()
-        timer = None if silence_s is None else loop.call_later(silence_s, _resolve, waiter)
-        try:
-            await waiter
-        finally:
-            self._waiter = None
-            if timer is not None:
-                timer.cancel()
-
     def _wake(self) -> None:
-        if self._waiter is not None:
-            _resolve(self._waiter)
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
 
     def _on_cut(self) -> None:
         self._events.clear()
@@ -139,6 +136,40 @@ class Feed:
         self._wake()
 
 
-def _resolve(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
+class _SilenceTimer:
+    """Calls back after a silence. One timer of the loop serves many waits, as most end long before it is due."""
+
+    def __init__(self, silent: Callable[[], None]) -> None:
+        self._silent = silent
+        self._due: float | None = None  # None: nobody waits, or without a limit
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, seconds: float | None) -> None:
+        """Somebody begins to wait."""
+        if seconds is None:
+            return
+        loop = asyncio.get_running_loop()
+        self._due = loop.time() + seconds
+        if self._timer is None or self._timer.when() > self._due:
+            self.close()
+            self._timer = loop.call_at(self._due, self._look)
+
+    def end(self) -> None:
+        """The wait is over."""
+        self._due = None
+
+    def close(self) -> None:
+        """No more waits."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        self._timer = None
+        if self._due is None:
+            return
+        loop = asyncio.get_running_loop()
+        if loop.time() >= self._due:
+            self._silent()
+        else:
+            self._timer = loop.call_at(self._due, self._look)

@@ -16,7 +16,7 @@ from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.asyncio.tcp_server import MAX_RECV, TCPServer
 from hypercorn.asyncio.worker_context import WorkerContext
 from hypercorn.config import Config
-from hypercorn.events import Closed, RawData
+from hypercorn.events import Closed, Event, RawData
 from hypercorn.protocol.h2 import H2Protocol
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -109,6 +109,15 @@ class _Server(TCPServer):
         self._over = True
         await self.idle_task.stop()
         await self.protocol.handle(Closed())
+
+    async def protocol_send(self, event: Event) -> None:
+        """As Hypercorn's, without lock and wait where the kernel takes everything at once."""
+        if type(event) is RawData and not self.send_lock.locked() and not self.writer.is_closing():
+            self.writer.write(event.data)
+            if self.writer.transport.get_write_buffer_size() == 0:
+                return
+            event = RawData(b"")
+        await super().protocol_send(event)
 
     async def _idle_timeout(self) -> None:
         if not self._over:  # else the connection would be kept for the rest of the time
