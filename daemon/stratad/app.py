@@ -162,8 +162,7 @@ class Daemon:
             await self._until_end(tasks)
         finally:
             await self._shut_down(tasks)
-        if self.supervisor.permanent_at_start:
-            _logger.error("%s", self.supervisor.reason)
+        if self.supervisor.permanent_at_start:  # why has been logged
             return EXIT_CONFIG
         return next((EXIT_FAILED for task in tasks if _crashed(task)), EXIT_OK)
 
