@@ -18,14 +18,15 @@
 #define RELAX() atomic_signal_fence(memory_order_seq_cst)
 #endif
 
-/* Bounds of the spin before a sleep, in pauses: roughly 0.3 to 25 microseconds on current processors. */
-enum { SPIN_LEAST = 32, SPIN_MOST = 2048 };
+/* Bounds of the spin before a sleep, in pauses (15 to 45 ns each). Between runs the caller samples and writes a token
+ * meanwhile, so that wait may be longer; a sleep there costs a wake-up, in a virtual machine some 50 microseconds. */
+enum { SPIN_LEAST = 64, SPIN_PHASE = 2048, SPIN_START = 8192 };
 
 typedef struct member {
     st_team *team;
     pthread_t thread;
     int index;
-    int spin; /* current budget of this member */
+    int spin_start, spin_phase; /* current budgets of this member */
 } __attribute__((aligned(64))) member;
 
 /* A word that members wait on, alone in its cache line. `sleepers` spares the wake call when nobody sleeps. */
@@ -55,10 +56,10 @@ static void gate_open(gate *g) {
         syscall(SYS_futex, &g->word, FUTEX_WAKE_PRIVATE, 1 << 30, NULL, NULL, 0);
 }
 
-static void gate_wait(gate *g, uint32_t seen, int *spin) {
+static void gate_wait(gate *g, uint32_t seen, int *spin, int most) {
     for (int i = 0; i < *spin; i++) {
         if (atomic_load_explicit(&g->word, memory_order_acquire) != seen) {
-            if (i > *spin / 2 && *spin < SPIN_MOST) *spin *= 2;
+            if (*spin < most) *spin *= 2;
             return;
         }
         RELAX();
@@ -76,7 +77,7 @@ void st_team_barrier(st_team *t, int index) {
         atomic_store_explicit(&t->arrived, 0, memory_order_relaxed);
         gate_open(&t->phase);
     } else {
-        gate_wait(&t->phase, seen, &t->members[index].spin);
+        gate_wait(&t->phase, seen, &t->members[index].spin_phase, SPIN_PHASE);
     }
 }
 
@@ -84,7 +85,7 @@ static void *member_main(void *arg) {
     member *m = arg;
     st_team *t = m->team;
     for (uint32_t seen = 0;; seen++) {
-        gate_wait(&t->start, seen, &m->spin);
+        gate_wait(&t->start, seen, &m->spin_start, SPIN_START);
         if (t->quit) return NULL;
         t->fn(t->arg, m->index, t->size);
         st_team_barrier(t, m->index);
@@ -142,7 +143,7 @@ st_team *st_team_new(int n, st_error *err) {
     memset(members, 0, sizeof *members * (size_t)n);
     t->members = members;
     t->size = 1;
-    for (int i = 0; i < n; i++) members[i] = (member){.team = t, .index = i, .spin = SPIN_MOST};
+    for (int i = 0; i < n; i++) members[i] = (member){.team = t, .index = i, .spin_start = SPIN_START, .spin_phase = SPIN_PHASE};
     for (int i = 1; i < n; i++) {
         int failed = start_thread(&members[i]);
         if (failed) {
