@@ -3,7 +3,7 @@ PYTHON  ?= python3
 VENV    := .venv
 BIN     := $(VENV)/bin
 LISTEN  ?= 127.0.0.1:8080
-MODEL   ?= native/models/strata-tiny-moe-Q4_0.gguf
+MODEL   ?=
 JOBS    ?= $(shell nproc)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
@@ -29,7 +29,7 @@ $(VENV)/.built: $(VENV)/.ready pyproject.toml $(NATIVE)
 build: $(VENV)/.built ## build the engine and install everything into .venv
 
 run: build ## start stratad on the embedded model at LISTEN (127.0.0.1:8080)
-	@$(BIN)/python -m stratad.tools.run --model '$(MODEL)' --listen '$(LISTEN)'
+	@$(BIN)/python -m stratad.tools.run --listen '$(LISTEN)' $(if $(MODEL),--model '$(MODEL)')
 
 test: build ## run every test that needs no GPU
 	$(BIN)/python -m pytest -n $(JOBS) tests
