@@ -114,8 +114,10 @@ class Running:
         """Wait for the end and close what was opened; returns the exit code."""
         code = self.process.wait(seconds)
         self.reader.join(5)
-        for one in (*self.responses, *self.clients):
-            one.close()
+        for response in self.responses:
+            response.close()
+        for client in self.clients:
+            client.close()
         return code
 
     def logged(self, words: str) -> bool:

@@ -71,6 +71,9 @@ class Case:
     def first(self) -> PaperChild:
         return self.world.children[0]
 
+    def state(self) -> EngineState:
+        return self.supervisor.state
+
     async def ready(self) -> None:
         await settle()
         self.child.say("INFO arch=fake", "READY 4096 stop")
@@ -94,11 +97,11 @@ async def running(
 
 async def test_loading_shows_its_progress_and_ends_in_ready() -> None:
     async with running() as case:
-        assert case.supervisor.state is EngineState.STARTING
+        assert case.state() is EngineState.STARTING
         case.child.say("INFO engine=0.1.0 arch=qwen35moe", "INFO load_percent=40")
-        assert case.supervisor.state is EngineState.LOADING and case.supervisor.load_percent == 40
+        assert case.state() is EngineState.LOADING and case.supervisor.load_percent == 40
         case.child.say("INFO identity=00ff", "READY 4096 stop")
-        assert case.supervisor.state is EngineState.READY
+        assert case.state() is EngineState.READY
         facts = case.watcher.readies[0]
         assert facts.max_context == 4096
         assert facts.info == {"engine": "0.1.0", "arch": "qwen35moe", "identity": "00ff"}
@@ -111,7 +114,7 @@ async def test_an_engine_that_is_never_ready_is_killed_and_started_again() -> No
         assert case.child.signals == []
         await case.world.time.advance(0.2)
         assert case.child.signals == [signal.SIGKILL]
-        assert case.supervisor.state is EngineState.RESTARTING
+        assert case.state() is EngineState.RESTARTING
         assert "not ready within 20 s" in case.supervisor.reason
         await case.world.time.advance(1)
         assert len(case.world.children) == 2
@@ -120,7 +123,7 @@ async def test_an_engine_that_is_never_ready_is_killed_and_started_again() -> No
 async def test_without_a_ready_limit_the_engine_may_load_for_hours() -> None:
     async with running(limits(ready_timeout_s=0)) as case:
         await case.world.time.advance(36_000)
-        assert case.supervisor.state is EngineState.STARTING and not case.child.signals
+        assert case.state() is EngineState.STARTING and not case.child.signals
 
 
 @pytest.mark.parametrize("code", [2, 78])
@@ -130,7 +133,7 @@ async def test_a_failure_that_would_come_again_is_not_tried_again(code: int) -> 
         case.child.say("ERR model_format tensor 3 lies beyond the end")
         case.child.exit(code)
         await settle()
-        assert case.supervisor.state is EngineState.FAILED and case.supervisor.permanent_at_start
+        assert case.state() is EngineState.FAILED and case.supervisor.permanent_at_start
         assert case.watcher.downs == [
             (
                 f"the engine could not load the model: exit code {code} "
@@ -146,8 +149,12 @@ async def test_a_failure_that_would_come_again_is_not_tried_again(code: int) -> 
         assert len(case.world.children) == 2
 
 
+def end_soon(child: PaperChild) -> None:
+    asyncio.get_running_loop().call_soon(child.exit, 1)
+
+
 async def test_a_failure_that_may_pass_is_tried_again_with_growing_pauses() -> None:
-    async with running(on_spawn=lambda child: asyncio.get_running_loop().call_soon(child.exit, 1) and None) as case:
+    async with running(on_spawn=end_soon) as case:
         starts = []
         for _ in range(600):
             await case.world.time.advance(1.0)
@@ -155,7 +162,7 @@ async def test_a_failure_that_may_pass_is_tried_again_with_growing_pauses() -> N
         assert starts[0] == 3  # at 0, 0.25 and 0.75 s
         assert starts[59] == 8  # ... 1.75, 3.75, 7.75, 15.75, 31.75
         assert starts[-1] - starts[-1 - int(3 * BACKOFF_MOST_S)] == 3
-        assert case.supervisor.state is EngineState.RESTARTING
+        assert case.state() is EngineState.RESTARTING
 
 
 def test_the_pause_is_capped() -> None:
@@ -171,7 +178,7 @@ async def test_a_program_that_cannot_be_started(number: int, state: EngineState)
         raise OSError(number, os.strerror(number))
 
     async with running(on_spawn=refuse) as case:
-        assert case.supervisor.state is state
+        assert case.state() is state
         assert case.supervisor.reason == f"engine cannot be started: {os.strerror(number)}"
 
 
@@ -233,10 +240,10 @@ async def test_an_exit_is_told_at_once_and_the_next_engine_comes() -> None:
         await case.ready()
         case.child.exit(-signal.SIGSEGV)
         assert case.watcher.downs == [("the engine ended: killed by SIGSEGV", False)]
-        assert case.supervisor.state is EngineState.RESTARTING and case.supervisor.pid is None
+        assert case.state() is EngineState.RESTARTING and case.supervisor.pid is None
         await case.world.time.advance(0.3)
         await case.ready()
-        assert case.supervisor.state is EngineState.READY
+        assert case.state() is EngineState.READY
         assert (case.supervisor.restarts, len(case.watcher.readies)) == (1, 2)
 
 
@@ -254,7 +261,7 @@ async def test_a_lasting_failure_later_on_leaves_the_daemon_up() -> None:
         await case.ready()
         case.child.exit(78)
         await settle()
-        assert case.supervisor.state is EngineState.FAILED and not case.supervisor.permanent_at_start
+        assert case.state() is EngineState.FAILED and not case.supervisor.permanent_at_start
 
 
 async def test_an_engine_that_served_long_is_started_again_soon() -> None:
@@ -348,14 +355,14 @@ async def test_stopping_asks_first_and_kills_later() -> None:
         await case.ready()
         stop = asyncio.create_task(case.supervisor.stop())
         await settle()
-        assert case.supervisor.state is EngineState.STOPPING
+        assert case.state() is EngineState.STOPPING
         assert (case.child.heard, case.child.input_closed) == (["QUIT"], True)
         assert case.child.signals == [signal.SIGTERM]
         await case.world.time.advance(5.1)
         assert case.child.signals == [signal.SIGTERM, signal.SIGKILL]
         await asyncio.wait_for(stop, 1)
         await settle()
-        assert case.supervisor.state is EngineState.STOPPED
+        assert case.state() is EngineState.STOPPED
         assert len(case.world.children) == 1
 
 
@@ -376,7 +383,7 @@ async def test_stopping_while_loading_or_pausing(wait_s: float) -> None:
             await settle()
         await asyncio.wait_for(case.supervisor.stop(), 1)
         await settle()
-        assert case.supervisor.state is EngineState.STOPPED
+        assert case.state() is EngineState.STOPPED
         await case.world.time.advance(100)
         assert len(case.world.children) == 1
 
