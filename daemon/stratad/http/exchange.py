@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -76,8 +77,10 @@ async def run(job: Job, receive: Receive, send: Send, drain: Drain) -> None:
 class _Exchange:
     def __init__(self, job: Job, feed: Feed, send: Send) -> None:
         self._job, self._feed, self._send = job, feed, send
+        self._loop = asyncio.get_running_loop()
         self._answer = AnswerText(job.tokens, job.stops, job.logprobs)
         self._done: Done | None = None
+        self._written = 0.0  # loop time of the last bytes to the client
 
     # -- in one piece
 
@@ -95,17 +98,26 @@ class _Exchange:
     async def stream(self) -> None:
         events = await self._next(HEADER_WAIT_S)
         await self._send({"type": "http.response.start", "status": 200, "headers": sse.HEADERS})
+        self._written = self._now()
         await self._write(self._job.dialect.opening())
         try:
             while events is not None:
-                await self._write(b"".join(map(self._event, self._texts(events))))
-                events = await self._next(KEEP_ALIVE_S)
-                if events == []:
-                    await self._write(sse.KEEP_ALIVE)
+                await self._write(b"".join(map(self._event, self._texts(events))) or self._sign_of_life())
+                events = await self._next(max(0.0, self._next_sign() - self._now()))
             ending = self._ending()
         except StrataError as error:
             ending = sse.error_event(error)
         await self._write(ending + sse.DONE, more=False)
+
+    def _sign_of_life(self) -> bytes:
+        """A comment if the client has heard nothing for long, whatever the engine has been saying meanwhile."""
+        return sse.KEEP_ALIVE if self._now() >= self._next_sign() else b""
+
+    def _next_sign(self) -> float:
+        return self._written + KEEP_ALIVE_S
+
+    def _now(self) -> float:
+        return self._loop.time()
 
     def _event(self, text: str) -> bytes:
         if self._job.logprobs:
@@ -119,6 +131,7 @@ class _Exchange:
 
     async def _write(self, data: bytes, more: bool = True) -> None:
         if data or not more:
+            self._written = self._now()
             await self._send({"type": "http.response.body", "body": data, "more_body": more})
 
     # -- common

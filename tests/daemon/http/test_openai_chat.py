@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from stratad.errors import StrataError
 from stratad.http import exchange
+from stratad.model_file import Model
 from stratad.types import Progress, Token
 
 from tests.daemon.http.conftest import Server, until
@@ -211,6 +213,15 @@ async def test_keep_alive_comments_while_nothing_happens(server: Server, monkeyp
     assert response.text.index(": keep-alive") < response.text.index("late")
 
 
+async def test_prompt_reading_is_no_reason_to_be_silent(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange, "KEEP_ALIVE_S", 0.05)
+    reading = [step for n in range(20) for step in (Progress(n, 20, 0), 0.02)]
+    server.service.steps = [*reading, *server.service.say("read")]
+    for path, body in (("chat/completions", {"messages": [{"role": "user", "content": "a"}]}), ("completions", {})):
+        response = await server.client.post(f"/v1/{path}", json={"prompt": "a", "stream": True, **body})
+        assert 4 <= response.text.count(": keep-alive\n\n") <= 9
+
+
 async def test_an_internal_error_is_a_plain_500(server: Server, caplog: pytest.LogCaptureFixture) -> None:
     server.service.steps = [KeyError("secret detail")]
     response = await server.chat()
@@ -240,3 +251,10 @@ async def test_tools_are_rendered_and_left_out_with_tool_choice_none(server: Ser
     with_tools = len(server.service.last.prompt_ids)
     await server.chat(tools=[tool], tool_choice="none")
     assert len(server.service.last.prompt_ids) < with_tools
+
+
+async def test_a_model_without_a_template_chats_not_at_all(server: Server, model: Model) -> None:
+    server.context.model = replace(model, template=None)
+    response = await server.chat()
+    assert (response.status_code, response.json()["error"]["code"]) == (400, "template_failed")
+    assert "/v1/completions" in response.json()["error"]["message"]
