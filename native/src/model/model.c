@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-static const st_arch *const ARCHS[] = {&st_arch_qwen35moe};
+static const st_arch *const ARCHS[] = {&st_arch_llama, &st_arch_qwen35moe};
 
 static const st_arch *find_arch(const st_gguf *g, st_error *err) {
     st_gguf_str name;

@@ -69,6 +69,6 @@ void st_model_forward(st_model *m, const st_window *w);
 int st_model_int(const st_model *m, const char *suffix, int64_t lo, int64_t hi, int64_t fallback, int *out, st_error *err);
 int st_model_float(const st_model *m, const char *suffix, double fallback, double *out, st_error *err);
 
-extern const st_arch st_arch_qwen35moe;
+extern const st_arch st_arch_llama, st_arch_qwen35moe;
 
 #endif
