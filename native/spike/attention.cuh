@@ -40,7 +40,8 @@ __device__ static inline void attend_block(const int8_t *q, const float (&qs)[2]
     float sc[8][4] = {}; // [product j][c]: position 16 (j / 2) + 4 t + 2 (j & 1) + (c & 1) of row g + 8 (c / 2)
 #pragma unroll
     for (int gr = 0; gr < D / 64; gr++) {
-        uint4 a = *(const uint4 *)(q + g * D + gr * 64 + t * 16), b = *(const uint4 *)(q + (g + 8) * D + gr * 64 + t * 16);
+        uint4 a = *(const uint4 *)(q + g * D + gr * 64 + t * 16),
+              b = *(const uint4 *)(q + (g + 8) * D + gr * 64 + t * 16);
         float kf[4][4];
 #pragma unroll
         for (int c = 0; c < 4; c++) unpack4(kf[c], ks + (size_t)gr * padded + 16 * c + 4 * t);
@@ -76,7 +77,7 @@ __device__ static inline void attend_block(const int8_t *q, const float (&qs)[2]
         for (int c = 0; c < 4; c++) sc[j][c] = n[c >> 1] > 0 ? exp_select(sc[j][c] - m[c >> 1]) : 0.0f;
 #pragma unroll
     for (int h = 0; h < 2; h++) { // i and i + 32, + 16, + 8, + 4, + 2, + 1
-        float s[2][2]; // [j & 1][c & 1]
+        float s[2][2];            // [j & 1][c & 1]
 #pragma unroll
         for (int o = 0; o < 2; o++)
 #pragma unroll
@@ -138,7 +139,8 @@ __device__ static inline void attend_block(const int8_t *q, const float (&qs)[2]
             for (int j = 0; j < 4; j++)
 #pragma unroll
                 for (int c = 0; c < 4; c++)
-                    sink(gr * 64 + dc * 32 + 8 * t + 4 * (c & 1) + j, c >> 1, down[c >> 1] * (float)(slo[j][c] + (shi[j][c] << 8)));
+                    sink(gr * 64 + dc * 32 + 8 * t + 4 * (c & 1) + j, c >> 1,
+                         down[c >> 1] * (float)(slo[j][c] + (shi[j][c] << 8)));
         }
     }
 }
@@ -161,7 +163,7 @@ __device__ static inline void prefetch(const void *p) { asm volatile("prefetch.g
 
 template <int D>
 __global__ void __launch_bounds__(256)
-decode_kernel(const int8_t *q, const float *qs, Cache cache, int T, int rows, float scale, float *part) {
+    decode_kernel(const int8_t *q, const float *qs, Cache cache, int T, int rows, float scale, float *part) {
     extern __shared__ float blocks_out[]; // [8 blocks][rows][D], then m, l, ea, eb [8][16] each
     const int span = blockIdx.x, hk = blockIdx.y, warp = threadIdx.x >> 5, lane = threadIdx.x & 31, g = lane >> 2;
     float *bm = blocks_out + 8 * rows * D, *bl = bm + 128, *ea = bl + 128, *eb = ea + 128;
@@ -169,7 +171,8 @@ decode_kernel(const int8_t *q, const float *qs, Cache cache, int T, int rows, fl
     const int count = min(ST_SPAN, (T + 63) / 64 - span * ST_SPAN);
     if (warp < count) {
         const size_t head = (size_t)hk * cache.padded;
-        for (int i = lane * 128; i < 64 * D; i += 32 * 128) { // the warp's whole block is under way before its first use
+        for (int i = lane * 128; i < 64 * D;
+             i += 32 * 128) { // the warp's whole block is under way before its first use
             prefetch(cache.k + (head + first) * D + i);
             prefetch(cache.v + (head + first) * D + i);
         }
@@ -179,9 +182,12 @@ decode_kernel(const int8_t *q, const float *qs, Cache cache, int T, int rows, fl
             for (int h = 0; h < 2; h++) scales[h][gr] = qs[(hk * 16 + g + 8 * h) * groups + gr];
         const int n[2] = {min(64, T - first), min(64, T - first)};
         float *out = blocks_out + warp * rows * D;
-        attend_block<D, true>(q + (size_t)hk * 16 * D, scales, cache.k + (head + first) * D, D, cache.v + (head + first) * D, 4 * D,
-                        cache.ks + head * groups + first, cache.vs + head * groups + first, cache.padded, n, scale, m, l,
-                        [&](int dim, int h, float x) { if (g + 8 * h < rows) out[(g + 8 * h) * D + dim] = x; });
+        attend_block<D, true>(q + (size_t)hk * 16 * D, scales, cache.k + (head + first) * D, D,
+                              cache.v + (head + first) * D, 4 * D, cache.ks + head * groups + first,
+                              cache.vs + head * groups + first, cache.padded, n, scale, m, l,
+                              [&](int dim, int h, float x) {
+                                  if (g + 8 * h < rows) out[(g + 8 * h) * D + dim] = x;
+                              });
         if ((lane & 3) == 0)
             for (int h = 0; h < 2; h++) bm[warp * 16 + g + 8 * h] = m[h], bl[warp * 16 + g + 8 * h] = l[h];
     }
@@ -201,7 +207,8 @@ decode_kernel(const int8_t *q, const float *qs, Cache cache, int T, int rows, fl
     for (int i = threadIdx.x; i < rows * D; i += 256) {
         int r = i / D;
         float acc = 0.0f;
-        for (int b = 0; b < count; b++) acc = __fmaf_rn(acc, ea[b * 16 + r], blocks_out[b * rows * D + i] * eb[b * 16 + r]);
+        for (int b = 0; b < count; b++)
+            acc = __fmaf_rn(acc, ea[b * 16 + r], blocks_out[b * rows * D + i] * eb[b * 16 + r]);
         to[r * (D + 2) + i % D] = acc;
     }
 }
@@ -244,9 +251,9 @@ template <int D> struct SharedBlock {
 
 // q: [heads_kv][R][D], qs: [heads_kv][R][D/64], limit[R]: positions that a row sees. R a multiple of 16 WARPS.
 template <int D, int WARPS>
-__global__ void __launch_bounds__(WARPS * 32, D <= 128 ? 3 : 1)
-prompt_attention_kernel(const int8_t *__restrict__ q, const float *__restrict__ qs, Cache cache, const int *__restrict__ limit,
-                        int R, float scale, float *__restrict__ o) {
+__global__ void __launch_bounds__(WARPS * 32, D <= 128 ? 2 : 1)
+    prompt_attention_kernel(const int8_t *__restrict__ q, const float *__restrict__ qs, Cache cache,
+                            const int *__restrict__ limit, int R, float scale, float *__restrict__ o) {
     constexpr int NV = D / 4, G = D / 64;
     using Page = SharedBlock<D>;
     extern __shared__ __align__(16) uint8_t raw[];
@@ -296,19 +303,22 @@ prompt_attention_kernel(const int8_t *__restrict__ q, const float *__restrict__ 
         if (__any_sync(~0u, n[0] > 0 || n[1] > 0)) {
             float bm[2], bl[2], ea[2], eb[2];
             bool ready = false;
-            attend_block<D, false>(qb + warp * 16 * D, scales, at.k, Page::KST, at.v, Page::VST, at.ks, at.vs, 64, n, scale, bm, bl,
-                            [&](int dim, int h, float x) {
-                                if (!ready) { // the first value: the block's maxima are known, fold the scalars
+            attend_block<D, false>(qb + warp * 16 * D, scales, at.k, Page::KST, at.v, Page::VST, at.ks, at.vs, 64, n,
+                                   scale, bm, bl, [&](int dim, int h, float x) {
+                                       if (!ready) { // the first value: the block's maxima are known, fold the scalars
 #pragma unroll
-                                    for (int i = 0; i < 2; i++) {
-                                        ea[i] = 1.0f, eb[i] = 0.0f; // a row that sees nothing of this block stays as it is
-                                        if (n[i] > 0) fold_step(m[i], bm[i], &ea[i], &eb[i]), l[i] = __fmaf_rn(l[i], ea[i], bl[i] * eb[i]);
-                                    }
-                                    ready = true;
-                                }
-                                float &a = acc[h][slot<D>(dim, t)];
-                                a = __fmaf_rn(a, ea[h], x * eb[h]);
-                            });
+                                           for (int i = 0; i < 2; i++) {
+                                               ea[i] = 1.0f,
+                                               eb[i] = 0.0f; // a row that sees nothing of this block stays as it is
+                                               if (n[i] > 0)
+                                                   fold_step(m[i], bm[i], &ea[i], &eb[i]),
+                                                       l[i] = __fmaf_rn(l[i], ea[i], bl[i] * eb[i]);
+                                           }
+                                           ready = true;
+                                       }
+                                       float &a = acc[h][slot<D>(dim, t)];
+                                       a = __fmaf_rn(a, ea[h], x * eb[h]);
+                                   });
         }
         __syncthreads(); // everybody has read the page that the next fetch overwrites
         if (b % ST_SPAN == ST_SPAN - 1 || b == blocks - 1) {
@@ -340,9 +350,9 @@ prompt_attention_kernel(const int8_t *__restrict__ q, const float *__restrict__ 
 // ---- host side -------------------------------------------------------------------------------------------------------
 struct HostCache {
     int D, heads, padded;
-    std::vector<int8_t> k, v;      // v as the device wants it
-    std::vector<int8_t> v_rows;    // [head][position][D], for the specification
-    std::vector<uint16_t> ks, vs;  // [head][D / 64][position]
+    std::vector<int8_t> k, v;     // v as the device wants it
+    std::vector<int8_t> v_rows;   // [head][position][D], for the specification
+    std::vector<uint16_t> ks, vs; // [head][D / 64][position]
 };
 
 inline HostCache random_cache(int D, int heads, int T) {
@@ -356,7 +366,10 @@ inline HostCache random_cache(int D, int heads, int T) {
             float k[64], v[64];
             for (int i = 0; i < 64; i++) {
                 k[i] = normal(61, (r * G + gr) * 64 + i) * (p % 97 == 3 ? 40.0f : 1.0f);
-                v[i] = normal(62, (r * G + gr) * 64 + i) * (p % 131 == 7 ? 0.0f : p % 61 == 5 ? 1e-5f : p % 201 == 9 ? 1e6f : 1.0f);
+                v[i] = normal(62, (r * G + gr) * 64 + i) * (p % 131 == 7   ? 0.0f
+                                                            : p % 61 == 5  ? 1e-5f
+                                                            : p % 201 == 9 ? 1e6f
+                                                                           : 1.0f);
             }
             size_t s = (h * G + gr) * P + p, row = r * D + gr * 64;
             c.ks[s] = st_quantize_kv(k, 64, &c.k[row]);
@@ -368,7 +381,8 @@ inline HostCache random_cache(int D, int heads, int T) {
 }
 
 // The specification: one query row against the first n positions of a head.
-inline void attend_reference(const HostCache &c, int head, const int8_t *q, const float *qs, int n, float scale, float *o) {
+inline void attend_reference(const HostCache &c, int head, const int8_t *q, const float *qs, int n, float scale,
+                             float *o) {
     const int D = c.D, G = D / 64;
     st_soft all = {NEG_INF, 0.0f}, span = {NEG_INF, 0.0f};
     std::vector<float> acc(D, 0.0f), sacc(D, 0.0f), row(D);
@@ -388,7 +402,8 @@ inline void attend_reference(const HostCache &c, int head, const int8_t *q, cons
         }
         for (int gr = 0; gr < G; gr++) {
             for (int i = 0; i < cnt; i++) vs[i] = st_h2f(c.vs[((size_t)head * G + gr) * c.padded + b * 64 + i]);
-            m = st_attn_block(score, cnt, &c.v_rows[((size_t)head * c.padded + b * 64) * D + gr * 64], D, vs, 64, &row[gr * 64], &den);
+            m = st_attn_block(score, cnt, &c.v_rows[((size_t)head * c.padded + b * 64) * D + gr * 64], D, vs, 64,
+                              &row[gr * 64], &den);
         }
         st_fold(&span, sacc.data(), m, den, row.data(), D);
         if (b % ST_SPAN == ST_SPAN - 1 || b == blocks - 1) {
@@ -421,7 +436,8 @@ template <int D> void check_decode(const Limits &lim, int heads_kv, int rows, in
         attend_reference(c, (int)hk, &q[r * D], &qs[r * D / 64], T, scale, &ref[i * D]);
     });
     const size_t kb = c.k.size(), sb = c.ks.size();
-    const int layers = (int)std::min<size_t>(256, 200000000 / (2 * kb) + 1), spans = (T + 511) / 512; // stream past the cache
+    const int layers = (int)std::min<size_t>(256, 200000000 / (2 * kb) + 1),
+              spans = (T + 511) / 512; // stream past the cache
     Device<int8_t> dk(kb * layers), dv(kb * layers), dq(q);
     Device<uint16_t> dks(sb * layers), dvs(sb * layers);
     for (int i = 0; i < layers; i++) {
@@ -440,11 +456,12 @@ template <int D> void check_decode(const Limits &lim, int heads_kv, int rows, in
         fold_kernel<D><<<dim3(rows, heads_kv), D, spans * 16, s>>>(part.p, spans, rows, o.p);
     });
     double bytes = 2.0 * heads_kv * T * (D + D / 32.0);
-    report(text("attention, 1 query, %dx%d heads of %d, %d positions", heads_kv, rows, D, T), differing(o.host(), ref), ref.size(),
-           us, std::max(bytes / lim.read_gbs / 1e3, 2 * lim.launch_us), "read bandwidth or 2 launches");
+    report(text("attention, 1 query, %dx%d heads of %d, %d positions", heads_kv, rows, D, T), differing(o.host(), ref),
+           ref.size(), us, std::max(bytes / lim.read_gbs / 1e3, 2 * lim.launch_us), "read bandwidth or 2 launches");
 }
 
-template <int D, int WARPS> void check_prompt_attention(const Limits &lim, int heads_kv, int group, int queries, int past) {
+template <int D, int WARPS>
+void check_prompt_attention(const Limits &lim, int heads_kv, int group, int queries, int past) {
     const int T = past + queries, R = queries * group;
     HostCache c = random_cache(D, heads_kv, T);
     std::vector<int8_t> q;
@@ -469,10 +486,10 @@ template <int D, int WARPS> void check_prompt_attention(const Limits &lim, int h
         kernel<<<dim3(R / (WARPS * 16), heads_kv), WARPS * 32, smem, s>>>(dq.p, dqs.p, cache, dl.p, R, scale, o.p);
     });
     double ops = scores * D * 2 * 3; // Q K once, P V twice
-    report(text("attention, %d queries after %d, %dx%d heads of %d", queries, past, heads_kv, group, D), differing(o.host(), ref),
-           ref.size(), us, ops / lim.int8_tops / 1e6, "int8 mma peak");
-    std::printf("    %.1f float-unit slots a score (%.0f TOP/s counted as Q K + P V once)\n", lim.fp32_tops * us * 1e6 / scores,
-                scores * D * 4 / us / 1e6);
+    report(text("attention, %d queries after %d, %dx%d heads of %d", queries, past, heads_kv, group, D),
+           differing(o.host(), ref), ref.size(), us, ops / lim.int8_tops / 1e6, "int8 mma peak");
+    std::printf("    %.1f float-unit slots a score (%.0f TOP/s counted as Q K + P V once)\n",
+                lim.fp32_tops * us * 1e6 / scores, scores * D * 4 / us / 1e6);
 }
 
 inline void attention(const Limits &lim) {

@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <atomic>
-
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -19,13 +18,13 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#define CHECK(call)                                                                                  \
-    do {                                                                                             \
-        cudaError_t err_ = (call);                                                                   \
-        if (err_ != cudaSuccess) {                                                                   \
-            std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(err_));       \
-            std::exit(1);                                                                            \
-        }                                                                                            \
+#define CHECK(call)                                                                                                    \
+    do {                                                                                                               \
+        cudaError_t err_ = (call);                                                                                     \
+        if (err_ != cudaSuccess) {                                                                                     \
+            std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(err_));                         \
+            std::exit(1);                                                                                              \
+        }                                                                                                              \
     } while (0)
 
 // Device array filled from the host; poisoned when it starts empty, so that an unwritten output cannot pass.
@@ -168,9 +167,10 @@ ST_HD float exp_select(float x) {
 // {4t+16, g}; C and D {g, 2t}, {g, 2t+1}, {g+8, 2t}, {g+8, 2t+1}.
 __device__ static inline void mma_s8(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                      uint32_t b1, const int (&c)[4]) {
-    asm volatile("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%11,%12,%13};"
-                 : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
-                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3},{%4,%5,%6,%7},{%8,%9},{%10,%11,%12,%13};"
+        : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
 }
 __device__ static inline void mma_u8s8(int (&d)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
                                        uint32_t b1) {

@@ -38,7 +38,10 @@ __global__ void half_kernel(float *own, float *hardware) {
     hardware[i] = __half2float(__ushort_as_half((unsigned short)i));
 }
 
-struct Worst { double err = 0; float at = 0; };
+struct Worst {
+    double err = 0;
+    float at = 0;
+};
 
 // All 2^32 inputs of one function; the relative error is taken where -86 <= x <= 88 and the result is a normal float.
 inline void check_unary(int f) {
@@ -83,27 +86,43 @@ inline void check_half() {
 }
 
 // ---- RMS norm: the 32 partial sums are 32 lanes of one warp; the other warps only load and scale --------------------
-__global__ void rms_kernel(const float *__restrict__ x, const float *__restrict__ w, float *y, int n, float eps) {
-    extern __shared__ float row[];
+__global__ void __launch_bounds__(512)
+    rms_kernel(const float4 *__restrict__ x, const float4 *__restrict__ w, float4 *y, int n, float eps) {
+    extern __shared__ __align__(16) float row[];
     __shared__ float scale;
-    x += (size_t)blockIdx.x * n;
-    y += (size_t)blockIdx.x * n;
-    for (int i = threadIdx.x; i < n; i += blockDim.x) row[i] = x[i];
+    const int quads = n / 4;
+    x += (size_t)blockIdx.x * quads;
+    y += (size_t)blockIdx.x * quads;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < quads; i += 512) ((float4 *)row)[i] = x[i];
     __syncthreads();
     if (threadIdx.x < 32) {
         float total = 0.0f;
         for (int c = 0; c < n; c += ST_SUMCHUNK) {
             int end = min(n, c + ST_SUMCHUNK);
             float p = 0.0f;
-#pragma unroll 16
+#pragma unroll 32
             for (int i = c + threadIdx.x; i < end; i += 32) p = __fmaf_rn(row[i], row[i], p);
-            for (int o = 16; o; o >>= 1) p += __shfl_xor_sync(~0u, p, o); // a + b = b + a: every lane has the tree's root
+            for (int o = 16; o; o >>= 1)
+                p += __shfl_xor_sync(~0u, p, o); // a + b = b + a: every lane has the tree's root
             total += p;
         }
         if (threadIdx.x == 0) scale = 1.0f / sqrtf(total / (float)n + eps);
     }
+    float4 v[4]; // the first 8,192 weights are under way while the sum is made
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+        if (threadIdx.x + k * 512 < quads) v[k] = w[threadIdx.x + k * 512];
     __syncthreads();
-    for (int i = threadIdx.x; i < n; i += blockDim.x) y[i] = (row[i] * scale) * w[i];
+    const float r = scale;
+    auto put = [&](int i, float4 a) {
+        float4 b = ((float4 *)row)[i];
+        y[i] = {(b.x * r) * a.x, (b.y * r) * a.y, (b.z * r) * a.z, (b.w * r) * a.w};
+    };
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+        if (threadIdx.x + k * 512 < quads) put(threadIdx.x + k * 512, v[k]);
+    for (int i = threadIdx.x + 2048; i < quads; i += 512) put(i, w[i]);
 }
 
 inline void check_rms(const Limits &lim, int rows, int n) {
@@ -115,7 +134,9 @@ inline void check_rms(const Limits &lim, int rows, int n) {
         for (int i = 0; i < n; i++) ref[r * n + i] = (x[r * n + i] * s) * w[i];
     });
     Device<float> dx(x), dw(w), dy(x.size());
-    auto launch = [&](int, cudaStream_t s) { rms_kernel<<<rows, 256, n * 4, s>>>(dx.p, dw.p, dy.p, n, 1e-6f); };
+    auto launch = [&](int, cudaStream_t s) {
+        rms_kernel<<<rows, 512, n * 4, s>>>((float4 *)dx.p, (float4 *)dw.p, (float4 *)dy.p, n, 1e-6f);
+    };
     double us = time_us(50, launch);
     double limit = rows > 64 ? 8.0 * rows * n / lim.copy_gbs / 1e3 : lim.launch_us;
     report(text("RMS norm, %d rows of %d", rows, n), differing(dy.host(), ref), ref.size(), us, limit,
@@ -148,8 +169,8 @@ inline void check_quantize(const Limits &lim) {
     parallel_for(blocks, 64, [&](size_t b) {
         for (size_t i = b * 32; i < b * 32 + 32; i++) {
             x[i] = normal(3, i);
-            if (b % 64 == 1) x[i] = (float)(int)(hash32(4, i) % 255) - 127.0f, x[b * 32] = 254.0f;   // ties
-            if (b % 64 == 2) x[i] = st_bits2f(hash32(5, i));                                          // any float
+            if (b % 64 == 1) x[i] = (float)(int)(hash32(4, i) % 255) - 127.0f, x[b * 32] = 254.0f; // ties
+            if (b % 64 == 2) x[i] = st_bits2f(hash32(5, i));                                       // any float
             if (b % 64 == 3) x[i] = odd[hash32(6, b) % 10] * ((i & 1) ? 1.0f : uniform(7, i));
         }
     });
@@ -169,13 +190,16 @@ inline void check_quantize(const Limits &lim) {
     size_t bad = differing(gs, sc);
     for (size_t i = 0; i < n / 4; i++) bad += memcmp(&gq[i], &q[i * 4], 4) != 0;
     for (size_t b = 0; b < blocks; b++) bad += gm[b] != su[b];
-    report("quantise activations (codes, scales, sums)", bad, n + 2 * blocks, us, (5.0 * n + 8.0 * blocks) / lim.copy_gbs / 1e3,
-           "copy bandwidth");
+    report("quantise activations (codes, scales, sums)", bad, n + 2 * blocks, us,
+           (5.0 * n + 8.0 * blocks) / lim.copy_gbs / 1e3, "copy bandwidth");
 }
 
-inline void elementary(const Limits &lim) {
+inline void elementary(const Limits &) {
     for (int f = 0; f < UNARY_COUNT; f++) check_unary(f);
     check_half();
+}
+
+inline void rows(const Limits &lim) {
     check_rms(lim, 1, 2048);
     check_rms(lim, 1, 4096);
     check_rms(lim, 4, 10240);

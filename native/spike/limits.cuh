@@ -60,9 +60,11 @@ inline Limits measure_limits() {
     l.sms = prop.multiProcessorCount;
     const size_t bytes = (size_t)2 << 30;
     Device<uint32_t> a(bytes / 4), b(bytes / 4);
-    auto us = time_us(3, [&](int, cudaStream_t s) { read_kernel<<<l.sms * 8, 256, 0, s>>>((uint4 *)a.p, bytes / 16, b.p); });
+    auto us =
+        time_us(3, [&](int, cudaStream_t s) { read_kernel<<<l.sms * 8, 256, 0, s>>>((uint4 *)a.p, bytes / 16, b.p); });
     l.read_gbs = bytes / us / 1e3;
-    us = time_us(3, [&](int, cudaStream_t s) { copy_kernel<<<l.sms * 8, 256, 0, s>>>((uint4 *)a.p, (uint4 *)b.p, bytes / 16); });
+    us = time_us(
+        3, [&](int, cudaStream_t s) { copy_kernel<<<l.sms * 8, 256, 0, s>>>((uint4 *)a.p, (uint4 *)b.p, bytes / 16); });
     l.copy_gbs = 2.0 * bytes / us / 1e3;
     const int it = 4096;
     us = time_us(3, [&](int, cudaStream_t s) { mma_kernel<<<l.sms * 2, 256, 0, s>>>(it, (int *)b.p); });
@@ -71,8 +73,8 @@ inline Limits measure_limits() {
     l.fp32_tops = (double)l.sms * 4 * 512 * it * 16 / us / 1e6;
     l.launch_us = time_us(50, [&](int, cudaStream_t s) { empty_kernel<<<1, 32, 0, s>>>(); });
     std::printf("%s, %d multiprocessors: read %.0f GB/s, copy %.0f GB/s, mma.sync int8 %.0f TOP/s, fp32 %.1f T/s "
-                "(fma = 1), empty launch in a graph %.2f us\n", prop.name, l.sms, l.read_gbs, l.copy_gbs, l.int8_tops,
-                l.fp32_tops, l.launch_us);
+                "(fma = 1), empty launch in a graph %.2f us\n",
+                prop.name, l.sms, l.read_gbs, l.copy_gbs, l.int8_tops, l.fp32_tops, l.launch_us);
     return l;
 }
 #endif

@@ -10,9 +10,9 @@
 enum Format { Q8_0, Q4_0, Q4_K, Q6_K };
 struct FormatInfo {
     const char *name;
-    int values, bytes;  // of a block in the file
-    int pieces;         // 16-byte pieces of a block in the interleaved form
-    bool scale_apart;   // the f16 d lies in an array of its own [rows / 32][block][32 rows]
+    int values, bytes; // of a block in the file
+    int pieces;        // 16-byte pieces of a block in the interleaved form
+    bool scale_apart;  // the f16 d lies in an array of its own [rows / 32][block][32 rows]
 };
 static const FormatInfo FORMAT[] = {
     {"Q8_0", 32, 34, 2, true}, {"Q4_0", 32, 18, 1, true}, {"Q4_K", 256, 144, 9, false}, {"Q6_K", 256, 210, 13, true}};
@@ -59,7 +59,8 @@ inline float row_q6_k(const uint8_t *w, const int8_t *xq, const float *xd, int k
         int32_t isum = 0;
         for (int i = 0; i < 256; i++) {
             int n = i / 128, j = i % 128 / 32, l = i % 32;
-            int q = ((w[64 * n + 32 * (j & 1) + l] >> (4 * (j >> 1))) & 15) | ((w[128 + 32 * n + l] >> (2 * j)) & 3) << 4;
+            int q = ((w[64 * n + 32 * (j & 1) + l] >> (4 * (j >> 1))) & 15) | ((w[128 + 32 * n + l] >> (2 * j)) & 3)
+                                                                                  << 4;
             isum += (int8_t)w[192 + 8 * n + 2 * j + l / 16] * (q - 32) * xq[i];
         }
         total += ST_FMA(st_h2f((uint16_t)(w[208] | w[209] << 8)) * xd[b], (float)isum, 0.0f);
@@ -88,11 +89,11 @@ __device__ static inline uint4 nibbles(uint4 w, int shift) {
             (w.w >> shift) & 0x0f0f0f0fu};
 }
 
-// Activations: codes, one scale per block of the format, sums of the codes per 16 values.
+// Activations: codes, one scale per block of the format, sums of the codes per 16 and per 32 values.
 struct Activations {
     const int4 *q;
     const float *d;
-    const int *sum16;
+    const int *sum16, *sum32;
 };
 
 // Sum of the blocks [b, b + n) of one segment (FULL: all 256 values, every load in flight at once); w and ws point at
@@ -100,37 +101,44 @@ struct Activations {
 template <Format F> struct Segment;
 
 template <> struct Segment<Q8_0> {
-    template <bool FULL> static __device__ float sum(const uint4 *w, const __half *ws, const Activations &x, int b, int n) {
+    template <bool FULL>
+    static __device__ float sum(const uint4 *w, const __half *ws, const Activations &x, int b, int n) {
         st_rowsum r;
         st_rowsum_start(&r);
         uint4 p[16];
         float d[8];
 #pragma unroll
         for (int i = 0; i < 8; i++)
-            if (FULL || i < n) p[2 * i] = __ldcs(w + i * 64), p[2 * i + 1] = __ldcs(w + i * 64 + 32), d[i] = __half2float(ws[i * 32]);
+            if (FULL || i < n)
+                p[2 * i] = __ldcs(w + i * 64), p[2 * i + 1] = __ldcs(w + i * 64 + 32), d[i] = __half2float(ws[i * 32]);
 #pragma unroll
         for (int i = 0; i < 8; i++)
             if (FULL || i < n)
-                st_rowsum_block(&r, d[i], x.d[b + i], dot16(p[2 * i + 1], x.q[2 * (b + i) + 1], dot16(p[2 * i], x.q[2 * (b + i)], 0)));
+                st_rowsum_block(&r, d[i], x.d[b + i],
+                                dot16(p[2 * i + 1], x.q[2 * (b + i) + 1], dot16(p[2 * i], x.q[2 * (b + i)], 0)));
         return st_rowsum_end(&r);
     }
 };
 template <> struct Segment<Q4_0> {
-    template <bool FULL> static __device__ float sum(const uint4 *w, const __half *ws, const Activations &x, int b, int n) {
+    template <bool FULL>
+    static __device__ float sum(const uint4 *w, const __half *ws, const Activations &x, int b, int n) {
         st_rowsum r;
         st_rowsum_start(&r);
-        uint4 p[8];
-        float d[8];
 #pragma unroll
-        for (int i = 0; i < 8; i++)
-            if (FULL || i < n) p[i] = __ldcs(w + i * 32), d[i] = __half2float(ws[i * 32]);
+        for (int h = 0; h < 8; h += 4) { // four loads in flight: more cost registers, and so warps
+            uint4 p[4];
+            float d[4];
 #pragma unroll
-        for (int i = 0; i < 8; i++)
-            if (FULL || i < n) {
-                int is = -8 * (x.sum16[2 * (b + i)] + x.sum16[2 * (b + i) + 1]);
-                is = dot16(nibbles(p[i], 0), x.q[2 * (b + i)], is);
-                st_rowsum_block(&r, d[i], x.d[b + i], dot16(nibbles(p[i], 4), x.q[2 * (b + i) + 1], is));
-            }
+            for (int i = 0; i < 4; i++)
+                if (FULL || h + i < n) p[i] = __ldcs(w + (h + i) * 32), d[i] = __half2float(ws[(h + i) * 32]);
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                if (FULL || h + i < n) {
+                    int at = b + h + i, is = -8 * x.sum32[at];
+                    is = dot16(nibbles(p[i], 0), x.q[2 * at], is);
+                    st_rowsum_block(&r, d[i], x.d[at], dot16(nibbles(p[i], 4), x.q[2 * at + 1], is));
+                }
+        }
         return st_rowsum_end(&r);
     }
 };
@@ -150,7 +158,7 @@ template <> struct Segment<Q4_K> {
             for (int h = 0; h < 2; h++) {
                 const int4 *q = x.q + 16 * b + 2 * (g + h);
                 int dot = dot16(nibbles(p1, 4 * h), q[1], dot16(nibbles(p0, 4 * h), q[0], 0));
-                int bsum = x.sum16[16 * b + 2 * (g + h)] + x.sum16[16 * b + 2 * (g + h) + 1];
+                int bsum = x.sum32[8 * b + g + h];
                 isum += (int)((sc[(g + h) / 4] >> (8 * ((g + h) % 4))) & 255) * dot;
                 msum += (int)((mn[(g + h) / 4] >> (8 * ((g + h) % 4))) & 255) * bsum;
             }
@@ -169,7 +177,8 @@ template <> struct Segment<Q6_K> {
         r.w |= ((hi.w >> hs) & 0x03030303u) << 4;
         return r;
     }
-    template <bool FULL> static __device__ float sum(const uint4 *w, const __half *ws, const Activations &x, int b, int) {
+    template <bool FULL>
+    static __device__ float sum(const uint4 *w, const __half *ws, const Activations &x, int b, int) {
         uint4 s4 = __ldcs(w + 12 * 32);
         const uint32_t sc[4] = {s4.x, s4.y, s4.z, s4.w};
         uint4 p[12];
@@ -196,8 +205,8 @@ template <> struct Segment<Q6_K> {
 // blockDim = 32 * warps a group * groups a block. nseg segments of `per` blocks (the last may be short).
 template <Format F>
 __global__ void __launch_bounds__(512)
-matvec_kernel(const uint4 *__restrict__ w, const __half *__restrict__ ws, Activations x, float *__restrict__ y, int groups,
-              int blocks, int per, int nseg, int warps) {
+    matvec_kernel(const uint4 *__restrict__ w, const __half *__restrict__ ws, Activations x, float *__restrict__ y,
+                  int groups, int blocks, int per, int nseg, int warps) {
     extern __shared__ float part[];
     constexpr int P = F == Q8_0 ? 2 : F == Q4_0 ? 1 : F == Q4_K ? 9 : 13;
     int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, sub = warp / warps;
@@ -258,7 +267,8 @@ inline void interleave(Format f, const std::vector<uint8_t> &file, size_t rows, 
             const uint8_t *src = &file[(r * blocks + b) * fi.bytes];
             for (int p = 0; p < fi.pieces; p++)
                 memcpy(&(*w)[((((r / 32) * blocks + b) * fi.pieces + p) * 32 + r % 32) * 16], src + skip + p * 16, 16);
-            if (fi.scale_apart) memcpy(&(*scales)[((r / 32) * blocks + b) * 32 + r % 32], src + (f == Q6_K ? 208 : 0), 2);
+            if (fi.scale_apart)
+                memcpy(&(*scales)[((r / 32) * blocks + b) * 32 + r % 32], src + (f == Q6_K ? 208 : 0), 2);
         }
     });
 }
@@ -269,14 +279,15 @@ template <Format F> void check_matvec(const Limits &lim, size_t rows, int k) {
     const int xblocks = k / fi.values;
     std::vector<int8_t> xq(k);
     std::vector<float> xd(xblocks);
-    std::vector<int> sum16(k / 16, 0);
+    std::vector<int> sum16(k / 16, 0), sum32(k / 32, 0);
     for (int b = 0; b < xblocks; b++) {
         std::vector<float> x(fi.values);
-        for (int i = 0; i < fi.values; i++) x[i] = b % 16 == 3 ? 0.0f : normal(31, b * 256 + i) * (b % 16 == 5 ? 1e-28f : 1.0f);
+        for (int i = 0; i < fi.values; i++)
+            x[i] = b % 16 == 3 ? 0.0f : normal(31, b * 256 + i) * (b % 16 == 5 ? 1e-28f : 1.0f);
         int32_t s;
         xd[b] = st_quantize_block(x.data(), fi.values, &xq[b * fi.values], &s);
     }
-    for (int i = 0; i < k; i++) sum16[i / 16] += xq[i];
+    for (int i = 0; i < k; i++) sum16[i / 16] += xq[i], sum32[i / 32] += xq[i];
     std::vector<uint8_t> file = random_rows(F, rows, k), inter;
     std::vector<uint16_t> scales;
     interleave(F, file, rows, k, &inter, &scales);
@@ -294,13 +305,13 @@ template <Format F> void check_matvec(const Limits &lim, size_t rows, int k) {
     }
     Device<int8_t> q(xq);
     Device<float> d(xd), y(rows);
-    Device<int> sums(sum16);
+    Device<int> s16(sum16), s32(sum32);
     const int groups = (int)(rows / 32), warps = std::min(nseg, 16), each = std::max(1, 4 / warps);
-    Activations x{(const int4 *)q.p, d.p, sums.p};
+    Activations x{(const int4 *)q.p, d.p, s16.p, s32.p};
     auto launch = [&](int i, cudaStream_t s) {
         matvec_kernel<F><<<(groups + each - 1) / each, 32 * warps * each, (size_t)each * nseg * 32 * 4, s>>>(
-            (const uint4 *)(w.p + (i % copies) * inter.size()), (const __half *)(ws.p + (i % copies) * scales.size()), x, y.p,
-            groups, blocks, per, nseg, warps);
+            (const uint4 *)(w.p + (i % copies) * inter.size()), (const __half *)(ws.p + (i % copies) * scales.size()),
+            x, y.p, groups, blocks, per, nseg, warps);
     };
     double us = time_us(std::max(copies, 4), launch);
     report(text("%s, %zu rows of %d", fi.name, rows, k), differing(y.host(), ref), rows, us,

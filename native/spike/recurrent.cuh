@@ -1,5 +1,5 @@
 // Rule 7: the gated delta net on a GPU. Four lanes share a column of the state, each holding the 32 keys of one segment
-// in registers; a token costs two chains of 32 fma, two ordered sums of four by shuffle and one barrier.
+// in registers; a token costs two chains of 32 fma and two ordered sums of four by shuffle, no barrier.
 #ifndef SPIKE_RECURRENT_CUH
 #define SPIKE_RECURRENT_CUH
 #include "common.cuh"
@@ -12,93 +12,84 @@ template <int SEGS> __device__ static inline float ordered_sum(float a, int lane
     return total;
 }
 
-// Grid (heads, DV / COLS); COLS * DK / 32 / NC threads, NC neighbouring columns each. q, k: [T][heads][DK]; v, o: [T][heads][DV]; gate: [T][heads]{decay, beta}.
-template <int DK, int DV, int COLS, int NC>
-__global__ void __launch_bounds__(COLS * DK / 32 / NC)
-delta_kernel(float *S, const float *__restrict__ q, const float *__restrict__ k, const float *__restrict__ v,
-             const float2 *__restrict__ gate, float *__restrict__ o, int heads, int T) {
-    constexpr int SEGS = DK / 32, THREADS = COLS * SEGS / NC, PAD = 36; // 36: the segments' 16-byte reads meet other banks
-    constexpr int LOADS = (2 * DK + COLS + THREADS - 1) / THREADS;
-    __shared__ __align__(16) float kq[2][2][SEGS * PAD];
-    __shared__ float vs[2][COLS];
-    __shared__ float2 gs[2];
-    const int head = blockIdx.x, tid = threadIdx.x, lane = tid & 31, seg = tid % SEGS, col = tid / SEGS;
-    const int j = blockIdx.y * COLS + col * NC;
-    float *mine = S + ((size_t)head * DK + seg * 32) * DV + j;
-    float st[32][NC];
-#pragma unroll
-    for (int i = 0; i < 32; i++)
-#pragma unroll
-        for (int n = 0; n < NC; n++) st[i][n] = mine[(size_t)i * DV + n];
+// Grid (heads, DV / COLS); COLS * DK / 32 threads. q, k: [T][heads][DK]; v, o: [T][heads][DV]; gate: [T][heads]{decay, beta}.
+// Inputs come CHUNK tokens at a time, a chunk ahead: a token is shorter than one access to memory.
+static constexpr int CHUNK = 8, SEG_PAD = 36; // 36: the segments' 16-byte reads meet other banks
+template <int DK, int COLS> struct Tokens {
+    float k[CHUNK][DK / 32 * SEG_PAD], q[CHUNK][DK / 32 * SEG_PAD], v[CHUNK][COLS];
+    float2 gate[CHUNK];
+};
 
-    float next[LOADS];
-    float2 next_gate;
-    auto fetch = [&](int t) {
-        size_t row = (size_t)t * heads + head;
-#pragma unroll
-        for (int l = 0; l < LOADS; l++) {
-            int e = tid + l * THREADS;
-            if (e < DK) next[l] = k[row * DK + e];
-            else if (e < 2 * DK) next[l] = q[row * DK + e - DK];
-            else if (e < 2 * DK + COLS) next[l] = v[row * DV + blockIdx.y * COLS + e - 2 * DK];
+template <int DK, int DV, int COLS>
+__global__ void __launch_bounds__(COLS *DK / 32)
+    delta_kernel(float *S, const float *__restrict__ q, const float *__restrict__ k, const float *__restrict__ v,
+                 const float2 *__restrict__ gate, float *__restrict__ o, int heads, int T) {
+    constexpr int SEGS = DK / 32, THREADS = COLS * SEGS;
+    __shared__ __align__(16) Tokens<DK, COLS> buffer[2];
+    const int head = blockIdx.x, tid = threadIdx.x, lane = tid & 31, seg = tid % SEGS, col = tid / SEGS;
+    const int j = blockIdx.y * COLS + col;
+    auto fetch = [&](int chunk) {
+        Tokens<DK, COLS> &to = buffer[chunk & 1];
+        const int count = min(CHUNK, T - chunk * CHUNK);
+        const size_t row0 = (size_t)chunk * CHUNK * heads + head;
+        for (int e = tid; e < count * DK / 4; e += THREADS) {
+            int t = e / (DK / 4), i = e % (DK / 4) * 4;
+            size_t from = (row0 + (size_t)t * heads) * DK + i;
+            cp_async16(&to.k[t][i / 32 * SEG_PAD + i % 32], k + from);
+            cp_async16(&to.q[t][i / 32 * SEG_PAD + i % 32], q + from);
         }
-        if (tid == 0) next_gate = gate[row];
+        for (int e = tid; e < count * COLS / 4; e += THREADS) {
+            int t = e / (COLS / 4), i = e % (COLS / 4) * 4;
+            cp_async16(&to.v[t][i], v + (row0 + (size_t)t * heads) * DV + blockIdx.y * COLS + i);
+        }
+        for (int t = tid; t < count; t += THREADS) to.gate[t] = gate[row0 + (size_t)t * heads];
     };
     fetch(0);
-    for (int t = 0; t < T; t++) {
-        const int buf = t & 1;
+    cp_async_commit();
+    float *mine = S + ((size_t)head * DK + seg * 32) * DV + j;
+    float st[32];
 #pragma unroll
-        for (int l = 0; l < LOADS; l++) {
-            int e = tid + l * THREADS;
-            if (e < 2 * DK) kq[buf][e / DK][e % DK / 32 * PAD + e % 32] = next[l];
-            else if (e < 2 * DK + COLS) vs[buf][e - 2 * DK] = next[l];
-        }
-        if (tid == 0) gs[buf] = next_gate;
+    for (int i = 0; i < 32; i++) st[i] = mine[(size_t)i * DV];
+    for (int chunk = 0; chunk * CHUNK < T; chunk++) {
+        cp_async_wait<0>();
         __syncthreads();
-        if (t + 1 < T) fetch(t + 1);
-        const float4 *kk = (const float4 *)&kq[buf][0][seg * PAD], *qq = (const float4 *)&kq[buf][1][seg * PAD];
-        const float2 g = gs[buf];
-        float a[NC] = {}, d[NC];
+        if ((chunk + 1) * CHUNK < T) fetch(chunk + 1);
+        cp_async_commit();
+        const Tokens<DK, COLS> &in = buffer[chunk & 1];
+        const int count = min(CHUNK, T - chunk * CHUNK);
+        for (int t = 0; t < count; t++) {
+            const float4 *kk = (const float4 *)&in.k[t][seg * SEG_PAD], *qq = (const float4 *)&in.q[t][seg * SEG_PAD];
+            const float2 g = in.gate[t];
+            float a = 0.0f;
 #pragma unroll
-        for (int i = 0; i < 8; i++) {
-            float4 x = kk[i];
-            const float ka[4] = {x.x, x.y, x.z, x.w};
+            for (int i = 0; i < 8; i++) {
+                float4 x = kk[i];
+                a = __fmaf_rn(x.x, st[4 * i], a);
+                a = __fmaf_rn(x.y, st[4 * i + 1], a);
+                a = __fmaf_rn(x.z, st[4 * i + 2], a);
+                a = __fmaf_rn(x.w, st[4 * i + 3], a);
+            }
+            const float d = g.y * (in.v[t][col] - ordered_sum<SEGS>(a, lane) * g.x);
+            a = 0.0f;
 #pragma unroll
-            for (int c = 0; c < 4; c++)
+            for (int i = 0; i < 8; i++) {
+                float4 x = kk[i], y = qq[i];
+                const float ka[4] = {x.x, x.y, x.z, x.w}, qa[4] = {y.x, y.y, y.z, y.w};
 #pragma unroll
-                for (int n = 0; n < NC; n++) a[n] = __fmaf_rn(ka[c], st[4 * i + c][n], a[n]);
-        }
-#pragma unroll
-        for (int n = 0; n < NC; n++) {
-            d[n] = g.y * (vs[buf][col * NC + n] - ordered_sum<SEGS>(a[n], lane) * g.x);
-            a[n] = 0.0f;
-        }
-#pragma unroll
-        for (int i = 0; i < 8; i++) {
-            float4 x = kk[i], y = qq[i];
-            const float ka[4] = {x.x, x.y, x.z, x.w}, qa[4] = {y.x, y.y, y.z, y.w};
-#pragma unroll
-            for (int c = 0; c < 4; c++)
-#pragma unroll
-                for (int n = 0; n < NC; n++) {
-                    float &cell = st[4 * i + c][n];
-                    cell = __fmaf_rn(ka[c], d[n], cell * g.x);
-                    a[n] = __fmaf_rn(qa[c], cell, a[n]);
+                for (int c = 0; c < 4; c++) {
+                    st[4 * i + c] = __fmaf_rn(ka[c], d, st[4 * i + c] * g.x);
+                    a = __fmaf_rn(qa[c], st[4 * i + c], a);
                 }
-        }
-#pragma unroll
-        for (int n = 0; n < NC; n++) {
-            float out = ordered_sum<SEGS>(a[n], lane);
-            if (seg == 0) o[((size_t)t * heads + head) * DV + j + n] = out;
+            }
+            float out = ordered_sum<SEGS>(a, lane);
+            if (seg == 0) o[((size_t)(chunk * CHUNK + t) * heads + head) * DV + j] = out;
         }
     }
 #pragma unroll
-    for (int i = 0; i < 32; i++)
-#pragma unroll
-        for (int n = 0; n < NC; n++) mine[(size_t)i * DV + n] = st[i][n];
+    for (int i = 0; i < 32; i++) mine[(size_t)i * DV] = st[i];
 }
 
-template <int D, int COLS, int NC> void check_delta(const Limits &lim, int heads, int T) {
+template <int D, int COLS> void check_delta(const Limits &lim, int heads, int T) {
     const size_t n = (size_t)T * heads * D, ns = (size_t)heads * D * D;
     std::vector<float> S(ns), q(n), k(n), v(n), o(n);
     std::vector<float2> gate((size_t)T * heads);
@@ -117,7 +108,8 @@ template <int D, int COLS, int NC> void check_delta(const Limits &lim, int heads
     Device<float> dS(S), dq(q), dk(k), dv(v), dout(n);
     Device<float2> dg(gate);
     auto launch = [&](int, cudaStream_t s) {
-        delta_kernel<D, D, COLS, NC><<<dim3(heads, D / COLS), COLS * D / 32 / NC, 0, s>>>(dS.p, dq.p, dk.p, dv.p, dg.p, dout.p, heads, T);
+        delta_kernel<D, D, COLS>
+            <<<dim3(heads, D / COLS), COLS * D / 32, 0, s>>>(dS.p, dq.p, dk.p, dv.p, dg.p, dout.p, heads, T);
     };
     launch(0, 0);
     auto gS = dS.host(), go = dout.host();
@@ -130,19 +122,18 @@ template <int D, int COLS, int NC> void check_delta(const Limits &lim, int heads
     double us = time_us(10, launch);
     // Memory: the state read and written once. Arithmetic: 4 operations a state value and token.
     double memory = 8.0 * ns / lim.copy_gbs / 1e3, arithmetic = 4.0 * ns * T / lim.fp32_tops / 1e6;
-    report(text("delta net, %d heads of %dx%d, %d tokens, %d columns a CTA, %d a thread", heads, D, D, T, COLS, NC),
-           differing(go, o) + differing(gS, S), n + ns, us, std::max(memory, arithmetic), memory > arithmetic ? "memory" : "fp32");
+    report(text("delta net, %d heads of %dx%d, %d tokens, %d columns a CTA", heads, D, D, T, COLS),
+           differing(go, o) + differing(gS, S), n + ns, us, std::max(memory, arithmetic),
+           memory > arithmetic ? "memory" : "fp32");
     if (T > 1) std::printf("    %.3f us a token\n", us / T);
 }
 
 inline void recurrent(const Limits &lim) {
     for (int T : {1, 16, 512}) {
-        check_delta<128, 64, 1>(lim, 48, T);
-        check_delta<128, 128, 2>(lim, 48, T);
-        check_delta<128, 64, 2>(lim, 48, T);
-        check_delta<128, 32, 2>(lim, 48, T);
-        check_delta<64, 64, 1>(lim, 8, T);
-        check_delta<64, 64, 2>(lim, 8, T);
+        check_delta<128, 128>(lim, 48, T);
+        check_delta<128, 64>(lim, 48, T);
+        check_delta<128, 32>(lim, 48, T);
+        check_delta<64, 64>(lim, 8, T);
     }
 }
 #endif

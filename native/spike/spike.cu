@@ -15,11 +15,13 @@ int main(int argc, char **argv) {
         const char *name;
         void (*run)(const Limits &);
     };
-    const Part parts[] = {{"prompt", prompt}, {"recurrent", recurrent}, {"attention", attention}, {"matvec", matvec},
-                          {"elementary", elementary}};
+    const Part parts[] = {{"prompt", prompt}, {"recurrent", recurrent}, {"attention", attention},
+                          {"matvec", matvec}, {"rows", rows},           {"elementary", elementary}};
     for (int i = 1; i < argc; i++)
-        if (std::none_of(std::begin(parts), std::end(parts), [&](const Part &p) { return !std::strcmp(p.name, argv[i]); })) {
-            std::fprintf(stderr, "usage: spike [prompt] [recurrent] [attention] [matvec] [elementary]   (none: all)\n");
+        if (std::none_of(std::begin(parts), std::end(parts),
+                         [&](const Part &p) { return !std::strcmp(p.name, argv[i]); })) {
+            std::fprintf(stderr,
+                         "usage: spike [prompt] [recurrent] [attention] [matvec] [rows] [elementary]   (none: all)\n");
             return 2;
         }
     Limits lim = measure_limits();
