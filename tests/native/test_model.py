@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import pytest
 from strata_native import ffi, lib
@@ -16,7 +17,7 @@ ISAS = ("avx512", "avx2", "scalar")
 PROMPTS = load_prompts()
 BY_NAME = {p.name: p for p in PROMPTS}
 END = 8187  # <|im_end|>
-ON = {"logit_bias": f"8185:-1000,{END}:-1000"}  # no answer ends by itself
+ON: dict[str, Any] = {"logit_bias": f"8185:-1000,{END}:-1000"}  # no answer ends by itself
 LOGIT_TOLERANCE = 0.35  # the largest difference is 0.30, at the fifth token of `story`; margins start at 6.2
 
 
@@ -110,7 +111,7 @@ def test_scalar_kernels_give_the_same_bits() -> None:
 def test_a_sampled_answer_is_a_function_of_the_seed() -> None:
     """Not of threads and chunks; and another seed or choice gives another answer. (This model is so sure of itself
     that nothing below a temperature of 6 makes it waver.)"""
-    keys = {"temperature": 6, "top_k": 0, "penalty_repeat": 1.1, "seed": -3, **ON}
+    keys: dict[str, Any] = {"temperature": 6, "top_k": 0, "penalty_repeat": 1.1, "seed": -3, **ON}
     texts = []
     for args in (("--threads", "1"), ("--threads", "3", "--chunk", "5")):
         with Engine(*args) as engine:
