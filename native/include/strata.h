@@ -190,6 +190,9 @@ typedef struct st_tile {
     int mode;
 } st_tile;
 
+/* How keys and values are held. F16 and F32 are references: plain C, slow. */
+enum st_kv_type { ST_KV_INT8 = 0, ST_KV_F16 = 1, ST_KV_F32 = 2 };
+
 /* One query head over a session's blocks of one key/value head. */
 typedef struct st_attend {
     const uint8_t *const *blocks; /* block b: base of its K, V, scales (offsets below) */

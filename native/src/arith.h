@@ -263,6 +263,21 @@ ST_HD float st_attn_block(const float *score, int n, const int8_t *v, int vstrid
     return m;
 }
 
+/* Float keys and values (the reference beside int8): what differs from the above.
+ *
+ *   score_i = st_dot(q, k_i, hd) * softmax scale        q as it is, k_i in float32 or widened from f16
+ *   block:    m, p_i, denominator as above; out[j] = fma over i ascending, from 0, of p_i * v_i[j]
+ *
+ * An f16 row is made by st_f2h of each value. Blocks of 64 positions, spans and folds are the same.
+ * st_attn_weights makes the block's scores its weights p_i, in place; returns the maximum, *den the sum. */
+ST_HD float st_attn_weights(float *score, int n, float *den) {
+    float m = score[0];
+    for (int i = 1; i < n; i++) m = score[i] > m ? score[i] : m;
+    for (int i = 0; i < n; i++) score[i] = st_exp(score[i] - m);
+    *den = st_sum(score, n);
+    return m;
+}
+
 /* State of a running softmax: maximum, denominator (the weighted values lie beside it). Starts at {-inf, 0}, acc 0. */
 typedef struct { float m, l; } st_soft;
 

@@ -408,7 +408,7 @@ int st_engine_serve(st_model *m, const st_options *o) {
         st_fail(&err, "internal", "no descriptor for signals: %s", strerror(errno));
         return engine_fails(&e, &err);
     }
-    say_facts(&e, o->kv ? o->kv : "int8");
+    say_facts(&e, st_kv_name(m->shape.kv));
     while (!e.leave && (!e.quit || running(&e))) {
         if (e.req.n_ids) {
             generate(&e);

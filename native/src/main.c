@@ -59,7 +59,7 @@ int main(int argc, char **argv) {
     st_out_line("INFO engine=%s protocol=%d arithmetic=%d", ST_ENGINE_VERSION, ST_PROTOCOL_VERSION, ST_ARITH_VERSION);
     st_out_flush();
     st_model_options mo = {.path = o.model, .isa = o.isa, .threads = o.threads, .max_context = o.max_context, .max_rows = o.chunk,
-                           .allow_untrained_context = o.allow_untrained_context, .progress = say_progress, .arg = &said};
+                           .kv = st_kv_find(o.kv), .allow_untrained_context = o.allow_untrained_context, .progress = say_progress, .arg = &said};
     if (st_model_open(&mo, &m, &err)) return give_up(&err);
     st_out_line("INFO arch=%s", m->arch->name);
     int status = st_engine_serve(m, &o);

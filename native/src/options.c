@@ -24,7 +24,7 @@ static const struct {
     {"--threads", "N", INT, offsetof(st_options, threads), 1, 512, NULL, "threads that compute [one per processor]"},
     {"--isa", "NAME", TEXT, offsetof(st_options, isa), 0, 0, "auto avx512 avx2 scalar",
      "instruction set; STRATA_ISA does the same [auto]"},
-    {"--kv", "TYPE", TEXT, offsetof(st_options, kv), 0, 0, "int8", "type of keys and values [int8]"},
+    {"--kv", "TYPE", TEXT, offsetof(st_options, kv), 0, 0, "int8 f16 f32", "type of keys and values; f16 and f32 are slow references [int8]"},
     {"--chunk", "N", INT, offsetof(st_options, chunk), 1, 4096, NULL, "prompt tokens read at once [512]"},
     {"--self-test", "ROUNDS", INT, offsetof(st_options, self_test), 1, 1000000, NULL,
      "compare the kernels with the specification on this processor and exit"},

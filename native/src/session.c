@@ -7,7 +7,7 @@
 #include <string.h>
 
 size_t st_block_bytes(const st_shape *shape) {
-    return st_kv_head_bytes(shape->head_dim) * (size_t)shape->kv_heads * (size_t)shape->attn_layers;
+    return st_kv_bytes(shape->kv, shape->head_dim) * (size_t)shape->kv_heads * (size_t)shape->attn_layers;
 }
 
 size_t st_session_fixed_bytes(const st_shape *shape) {

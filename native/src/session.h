@@ -9,6 +9,7 @@
 
 typedef struct st_shape {
     int attn_layers, kv_heads, head_dim;     /* blocks */
+    int kv;                                  /* enum st_kv_type */
     int recurrent_layers;                    /* states: */
     size_t state_floats, conv_floats;        /* per recurrent layer: S of all heads; history of raw projections */
     int max_context;                         /* positions */

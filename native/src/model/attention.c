@@ -21,29 +21,35 @@ static void prepare(const st_pass *c, const float *x, const float *norm, int r, 
 }
 
 static size_t head_offset(const st_net *p, const st_layer *l, int kvh) {
-    return st_kv_head_bytes(p->hd) * ((size_t)l->index * (size_t)p->kv_heads + (size_t)kvh);
+    return st_kv_bytes(p->kv, p->hd) * ((size_t)l->index * (size_t)p->kv_heads + (size_t)kvh);
 }
 
-/* Key and value of one row and head into their block (layout: kernels.h). */
-static void store_kv(const st_pass *c, const st_layer *l, int r, int kvh) {
-    st_net *p = c->p;
-    int hd = p->hd, slot = p->rows[r].pos % ST_POSBLOCK;
-    float key[ST_MAX_HEAD_DIM];
+/* Codes and scales of a key and a value into slot 0..63 of their block (layout: kernels.h). */
+static void store_int8(const st_kernels *k, int hd, int slot, const float *key, const float *value, uint8_t *head) {
     int8_t code[ST_KVGROUP];
-    const float *k = p->u + (size_t)r * (size_t)(2 * p->kv_heads * hd) + kvh * hd, *v = k + p->kv_heads * hd;
-    uint8_t *head = p->rows[r].s->blocks[p->rows[r].pos / ST_POSBLOCK] + head_offset(p, l, kvh);
-    prepare(c, k, l->k_norm, r, key);
     for (int g = 0; g * ST_KVGROUP < hd; g++) {
         int n = hd - g * ST_KVGROUP < ST_KVGROUP ? hd - g * ST_KVGROUP : ST_KVGROUP, at = g * ST_KVGROUP;
-        uint16_t scale = c->k->quantize_kv(key + at, n, code);
+        uint16_t scale = k->quantize_kv(key + at, n, code);
         memcpy(head + st_kv_kscale_offset(hd) + (size_t)(g * ST_POSBLOCK + slot) * 2, &scale, 2);
         for (int j = 0; j < n; j++)
             head[((at + j) / 4 * ST_POSBLOCK + slot) * 4 + j % 4] = (uint8_t)(code[j] + 128);
-        scale = c->k->quantize_kv(v + at, n, code);
+        scale = k->quantize_kv(value + at, n, code);
         memcpy(head + st_kv_vscale_offset(hd) + (size_t)(g * ST_POSBLOCK + slot) * 2, &scale, 2);
         for (int j = 0; j < n; j++)
             head[st_kv_v_offset(hd) + (size_t)((slot / 4 * hd + at + j) * 4 + slot % 4)] = (uint8_t)code[j];
     }
+}
+
+/* Key and value of one row and head into their block. */
+static void store_kv(const st_pass *c, const st_layer *l, int r, int kvh) {
+    st_net *p = c->p;
+    int hd = p->hd, slot = p->rows[r].pos % ST_POSBLOCK;
+    float key[ST_MAX_HEAD_DIM];
+    const float *k = p->u + (size_t)r * (size_t)(2 * p->kv_heads * hd) + kvh * hd, *v = k + p->kv_heads * hd;
+    uint8_t *head = p->rows[r].s->blocks[p->rows[r].pos / ST_POSBLOCK] + head_offset(p, l, kvh);
+    prepare(c, k, l->k_norm, r, key);
+    if (p->kv == ST_KV_INT8) store_int8(c->k, hd, slot, key, v, head);
+    else st_store_float(p->kv, hd, slot, key, v, head);
 }
 
 /* One query head of one row over positions 0..pos; gated: times sigmoid of the gate, which follows the query. */
@@ -56,7 +62,8 @@ static void attend(const st_pass *c, const st_layer *l, int r, int h) {
     prepare(c, q, l->q_norm, r, query);
     st_attend a = {.blocks = (const uint8_t *const *)p->rows[r].s->blocks, .offset = head_offset(p, l, h / (p->heads / p->kv_heads)),
                    .hd = hd, .npos = p->rows[r].pos + 1, .scale = 1.0f / sqrtf((float)hd), .query = query, .out = y};
-    c->k->attend(&a);
+    if (p->kv == ST_KV_INT8) c->k->attend(&a);
+    else st_attend_float(&a, p->kv);
     if (p->gated) c->k->sigmoid_mul(y, q + hd, hd, y);
 }
 

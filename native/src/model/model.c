@@ -78,6 +78,7 @@ static int open_parts(st_model *m, const st_model_options *o, st_error *err) {
     if (!(m->arch = find_arch(g, err))) return -1;
     if (choose_context(m, o, err)) return -1;
     m->max_rows = o->max_rows ? o->max_rows : 512;
+    m->shape.kv = o->kv;
     if (!(m->team = st_team_new(o->threads ? o->threads : st_team_processors(), err))) return -1;
     if (!(m->weights = st_weights_new(g, m->kernels, o->progress, o->arg, err))) return -1;
     st_gguf_fingerprint(g, m->fingerprint);

@@ -54,6 +54,7 @@ typedef struct st_model_options {
     int threads;       /* 0: one per processor */
     int max_context;   /* 0: the trained one */
     int max_rows;      /* rows of a window, 1..4096 (0: 512) */
+    int kv;            /* enum st_kv_type: how keys and values are held */
     int allow_untrained_context;
     void (*progress)(void *arg, int percent);
     void *arg;

@@ -56,6 +56,7 @@ typedef struct st_net {
     float eps;
     /* attention; gated: every query head is followed by its gate, and q_norm, k_norm exist */
     int heads, kv_heads, hd, n_rot, gated;
+    int kv; /* how keys and values are held: enum st_kv_type */
     st_rope rope;
     double *inv_freq; /* [n_rot / 2] */
     /* gated delta net: key heads, value heads, head width, channels of the convolution, width of all values */

@@ -34,6 +34,7 @@ int st_load_attention_keys(st_model *m, st_net *p, st_error *err) {
         st_model_float(m, "attention.layer_norm_rms_epsilon", -1, &eps, err) || st_model_float(m, "rope.freq_base", 10000.0, &base, err))
         return -1;
     p->eps = (float)eps;
+    p->kv = m->shape.kv;
     if (value_length != p->hd)
         return st_fail(err, "model_unsupported", "attention.value_length %d differs from key_length %d", value_length, p->hd);
     if (p->heads % p->kv_heads)
