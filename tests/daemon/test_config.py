@@ -88,7 +88,7 @@ def test_every_problem_is_found_and_named(tmp_path: Path, write: Callable[[str, 
         "STRATA_THREADS: must be a whole number 0 to 1024, not 'many'",
         "--top-p: must be a number 0 to 1, not 2.0",
         f'{toml}:2: unknown setting "max_contxt"; did you mean "max_context"?',
-        f"{toml}:3: kv must be one of int8, not 'int9'",
+        f"{toml}:3: kv must be one of int8, f16, f32, not 'int9'",
         f'{toml}:5: unknown setting "sampling"; write temperature and the like outside of any section',
     ]
 
@@ -177,7 +177,7 @@ def test_what_is_wrong_in_it_is_named_with_its_line(tmp_path: Path, write: Calla
         f'{path}:12: unknown key "heat" in sampling',
         f"{path}:14: api_key is refused: {config.REFUSED['api_key']}",
         f"{path}:15: host must be a host name or address, not 3",
-        f"{path}:16: kv must be one of int8, not 'q4_0'",
+        f"{path}:16: kv must be one of int8, f16, f32, not 'q4_0'",
     ]
 
 

@@ -58,7 +58,7 @@ def test_text_becomes_a_typed_value(name: str, text: str, value: object) -> None
         ("threads", "1_0", "a whole number"),
         ("temperature", "nan", "a number 0 to 100"),
         ("temperature", "warm", "a number 0 to 100"),
-        ("kv", "int9", "one of int8, not 'int9'"),
+        ("kv", "int9", "one of int8, f16, f32, not 'int9'"),
         ("allow_untrained_context", "maybe", "true or false"),
         ("listen", "8080", "HOST:PORT"),
         ("listen", "::1:8080", "brackets"),
