@@ -72,8 +72,8 @@ static int unknown(const char *text, size_t len, st_error *err) {
         size_t d = distance(text, len, OPTIONS[i].name);
         if (d < least) least = d, best = OPTIONS[i].name;
     }
-    if (best) return st_fail(err, "usage", "unknown option %s; did you mean %s?", text, best);
-    return st_fail(err, "usage", "unknown option %s; strata-engine --help lists them", text);
+    if (best) return st_fail(err, "usage", "unknown option %.80s; did you mean %s?", text, best);
+    return st_fail(err, "usage", "unknown option %.80s; strata-engine --help lists them", text);
 }
 
 static int chosen(const char *choices, const char *value) {
