@@ -315,11 +315,15 @@ ST_API int st_math_d(int op, const double *a, const double *b, int n, double *y,
 
 /* ---- the line protocol's requests -------------------------------------------------------------------------------- */
 
-enum st_command { ST_CMD_GEN = 0, ST_CMD_STOP = 1, ST_CMD_STAT = 2, ST_CMD_QUIT = 3 };
+enum st_command {
+    ST_CMD_GEN = 0, ST_CMD_STOP = 1, ST_CMD_STAT = 2, ST_CMD_QUIT = 3, ST_CMD_BGEN = 4, ST_CMD_BSTOP = 5, ST_CMD_BYIELD = 6
+};
 
-/* One GEN line, parsed. ids and bias arrays belong to the request: st_request_free. */
+/* One line, parsed. Of BSTOP and BYIELD only the slot is filled. ids and bias arrays belong to it: st_request_free. */
 typedef struct st_request {
+    int slot; /* -1: GEN */
     int max_new;
+    float spec_min_p, spec_p_cum, spec_p_cum_deep; /* this request's draft rules; negative: the engine's */
     st_sampling sampling;
     int logprobs; /* -1: none; else alternatives per token */
     int keep;     /* ckpt: keep the session afterwards */
@@ -336,6 +340,27 @@ typedef struct st_request {
 ST_API int st_parse_line(const char *line, int n_vocab, st_request *req, st_error *err);
 /* Free what the request holds and zero it. */
 ST_API void st_request_free(st_request *req);
+
+/* ---- memory plan (src/plan.h) ------------------------------------------------------------------------------------ */
+
+typedef struct st_plan_in {
+    uint64_t budget;        /* bytes for everything below; 0: no limit */
+    uint64_t weights, buffers, prompt_cache;
+    uint64_t slot_fixed;    /* bytes of a session besides its blocks */
+    uint64_t block, draft_block; /* bytes of 64 positions */
+    int slots;              /* wanted, 1..64 */
+    int max_context;        /* positions */
+} st_plan_in;
+
+typedef struct st_plan_out {
+    int slots;              /* that fit; 0: not even one */
+    int blocks;             /* limit of the page pool */
+    uint64_t fixed, pool, total; /* bytes: sessions besides blocks; the pool when full; everything */
+} st_plan_out;
+
+/* Fit the slots: every slot holds its fixed part; the pool must hold one whole context and one block for each slot, and
+ * gets at most a whole context for each. Returns the slots that fit. */
+ST_API int st_plan_memory(const st_plan_in *in, st_plan_out *out);
 
 #ifdef __cplusplus
 } /* extern C end */

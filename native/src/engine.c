@@ -2,50 +2,42 @@
 
 #include "arith.h"
 #include "errors.h"
+#include "input.h"
 #include "output.h"
+#include "plan.h"
 #include "protocol.h"
+#include "slot.h"
+#include "window.h"
 
 #include <errno.h>
-#include <poll.h>
-#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/signalfd.h>
 #include <time.h>
-#include <unistd.h>
 
-/* MOST_PENDING: a reader this far behind is waited for after all, so memory is bounded. */
-enum { MAX_LINE = 32 << 20, MAX_STOP_IDS = 16, MOST_PENDING = 64 << 20 };
-
-typedef enum phase { IDLE, READING, DECODING } phase;
-static const char *const PHASES[] = {"idle", "reading", "decoding"};
+enum { MAX_STOP_IDS = 16, HIDDEN = -1 };
 
 typedef struct engine {
     st_model *m;
     const st_options *o;
-    st_session *session;
+    st_input in;
+    st_pool *pool, *draft_pool;
+    st_cache *cache;
+    st_slot *slots; /* n_slots tagged ones, then the hidden one */
+    int n_slots, n_all;
+    st_pace pace;
+    st_spec_rule rule;
+    st_spec_cost cost;
+    int drafting; /* the model drafts and drafts are asked for */
+    int worth;    /* windows until prompts are no longer read for the drafter, which has not paid for a while */
+    st_cut_rule cuts;
     st_sampler *sampler;
-    st_penalty *penalty;
-    float *logits;
+    float *logits, *hidden, *draft_logits, *draft_hidden, *probs;
     int32_t stop_ids[MAX_STOP_IDS];
     int n_stop_ids;
-    int stop;    /* end the running request at the next window */
-    int quit;    /* take no more input; exit when the running request is done */
-    int leave;   /* exit at the next window: told so by a signal, or the reader has gone */
-    int signals; /* descriptor that is readable when a signal has come */
-    phase phase;
-    /* the running request */
-    st_request req;
-    int32_t *ids; /* prompt and output: [max_context + 1] */
-    int n_ids;
-    /* input */
-    char *line;
-    size_t have, room, scanned;
-    int skipping; /* inside a line that was too long */
-    /* totals */
-    uint64_t requests, prompt_tokens, reused_tokens, output_tokens, windows;
-    double last_prompt_tok_s, last_decode_tok_s, started;
+    st_plan_out plan;
+    uint64_t requests, prompt_tokens, reused_tokens, output_tokens, windows, rows, parked;
+    double last_prompt_tok_s, last_decode_tok_s, started, window_ms;
 } engine;
 
 static double now_ms(void) {
@@ -63,7 +55,13 @@ void st_engine_identity(const st_model *m, const char *kv, char *hex) {
     for (int i = 0; i < 16; i++) snprintf(hex + 2 * i, 3, "%02x", digest[i]);
 }
 
-/* ---- end-of-generation tokens ------------------------------------------------------------------------------- */
+static int running(const engine *e) {
+    for (int i = 0; i < e->n_all; i++)
+        if (e->slots[i].state != ST_SLOT_IDLE) return 1;
+    return 0;
+}
+
+/* ---- end-of-generation and turn tokens ---------------------------------------------------------------------- */
 
 static void add_stop(engine *e, int64_t id) {
     if (id < 0 || id >= e->m->n_vocab || e->n_stop_ids == MAX_STOP_IDS) return;
@@ -72,19 +70,21 @@ static void add_stop(engine *e, int64_t id) {
     e->stop_ids[e->n_stop_ids++] = (int32_t)id;
 }
 
-/* eos and eot of the file, and the two end marks of the family by their text. */
-static void find_stops(engine *e) {
+static int is_text(st_gguf_str s, const char *text) { return s.len == strlen(text) && !memcmp(s.ptr, text, s.len); }
+
+/* eos and eot of the file and the two end marks of the family by their text; the mark that starts a turn. */
+static void find_marks(engine *e) {
     static const char *const keys[] = {"tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"};
-    static const char *const texts[] = {"<|endoftext|>", "<|im_end|>"};
     int64_t id;
+    e->cuts.turn = -1;
     for (int i = 0; i < 2; i++)
         if (st_gguf_get_i64(e->m->gguf, keys[i], &id, NULL) == 1) add_stop(e, id);
     const st_gguf_kv *tokens = st_gguf_kv_find(e->m->gguf, "tokenizer.ggml.tokens");
     for (uint64_t i = 0; tokens && i < tokens->count; i++) {
         st_gguf_str s;
         if (st_gguf_kv_str(tokens, i, &s)) break;
-        for (int t = 0; t < 2; t++)
-            if (s.len == strlen(texts[t]) && !memcmp(s.ptr, texts[t], s.len)) add_stop(e, (int64_t)i);
+        if (is_text(s, "<|endoftext|>") || is_text(s, "<|im_end|>")) add_stop(e, (int64_t)i);
+        if (is_text(s, "<|im_start|>")) e->cuts.turn = (int32_t)i;
     }
 }
 
@@ -96,279 +96,591 @@ static int is_stop(const engine *e, int32_t id) {
 
 /* ---- status ------------------------------------------------------------------------------------------------- */
 
+static const char *const STATES[] = {"idle", "reading", "decoding"};
+
+static void say_slots(const engine *e) {
+    for (int i = 0; i < e->n_slots; i++) {
+        const st_slot *t = &e->slots[i];
+        st_out_part("%s{\"slot\":%d,\"state\":\"%s\",\"held_tokens\":%d,\"prompt_tokens\":%d,\"prompt_read\":%d,\"generated\":%d,"
+                    "\"parked\":%s,\"drafts_offered\":%llu,\"drafts_accepted\":%llu,\"draft_depth\":%d}",
+                    i ? "," : "", t->id, STATES[t->state], t->session->n, t->state ? t->n_prompt : 0,
+                    t->state ? (t->session->n < t->n_prompt ? t->session->n : t->n_prompt) : 0, t->state ? t->generated : 0,
+                    t->parked ? "true" : "false", (unsigned long long)t->acceptance.offered,
+                    (unsigned long long)t->acceptance.accepted, t->n_draft);
+    }
+}
+
 static void say_stat(const engine *e) {
-    st_out_part("STAT {\"engine\":\"%s\",\"phase\":\"%s\",\"isa\":\"%s\",\"threads\":%d,\"uptime_s\":%.1f,", ST_ENGINE_VERSION,
-                PHASES[e->phase], e->m->kernels->isa, st_team_size(e->m->team), (now_ms() - e->started) * 1e-3);
-    st_out_part("\"requests\":%llu,\"windows\":%llu,\"prompt_tokens\":%llu,\"reused_tokens\":%llu,\"output_tokens\":%llu,",
-                (unsigned long long)e->requests, (unsigned long long)e->windows, (unsigned long long)e->prompt_tokens,
-                (unsigned long long)e->reused_tokens, (unsigned long long)e->output_tokens);
-    st_out_line("\"prompt_tok_s\":%.1f,\"decode_tok_s\":%.1f,\"session_tokens\":%d,\"session_mib\":%.1f,\"weights_mib\":%.1f}",
-                e->last_prompt_tok_s, e->last_decode_tok_s, e->session->n,
-                ((double)st_session_fixed_bytes(&e->m->shape) + (double)st_block_bytes(&e->m->shape) * e->session->n_blocks) / 1048576.0,
-                (double)st_weights_bytes(e->m->weights) / 1048576.0);
+    const char *phase = "idle";
+    for (int i = 0; i < e->n_all; i++)
+        if (e->slots[i].state == ST_SLOT_READING) phase = "reading";
+        else if (e->slots[i].state == ST_SLOT_DECODING && *phase == 'i') phase = "decoding";
+    st_out_part("STAT {\"engine\":\"%s\",\"phase\":\"%s\",\"isa\":\"%s\",\"threads\":%d,\"uptime_s\":%.1f,", ST_ENGINE_VERSION, phase,
+                e->m->kernels->isa, st_team_size(e->m->team), (now_ms() - e->started) * 1e-3);
+    st_out_part("\"requests\":%llu,\"windows\":%llu,\"rows\":%llu,\"prompt_tokens\":%llu,\"reused_tokens\":%llu,\"output_tokens\":%llu,",
+                (unsigned long long)e->requests, (unsigned long long)e->windows, (unsigned long long)e->rows,
+                (unsigned long long)e->prompt_tokens, (unsigned long long)e->reused_tokens, (unsigned long long)e->output_tokens);
+    st_out_part("\"prompt_tok_s\":%.1f,\"decode_tok_s\":%.1f,\"window_ms\":%.3f,\"weights_mib\":%.1f,", e->last_prompt_tok_s,
+                e->last_decode_tok_s, e->window_ms, (double)st_weights_bytes(e->m->weights) / 1048576.0);
+    st_out_part("\"pool\":{\"blocks\":%d,\"limit\":%d,\"block_kib\":%.1f,\"parked\":%llu},", st_pool_used(e->pool), st_pool_limit(e->pool),
+                (double)st_pool_block_bytes(e->pool) / 1024.0, (unsigned long long)e->parked);
+    st_out_part("\"prompt_cache\":{\"checkpoints\":%d,\"mib\":%.1f},", st_cache_count(e->cache), (double)st_cache_bytes(e->cache) / 1048576.0);
+    st_out_part("\"spec\":{\"on\":%s,\"depth\":%d,\"window_base_ms\":%.4f,\"window_row_ms\":%.4f,\"draft_pass_ms\":%.4f},",
+                e->drafting ? "true" : "false", e->rule.depth, e->cost.window_base, e->cost.window_row, e->cost.draft_pass);
+    st_out_part("\"slots\":[");
+    say_slots(e);
+    st_out_line("]}");
 }
 
-static void say_error(const st_error *err) { st_out_line("ERR %s %s", err->name, err->text); }
+/* ---- begin and end of a request ----------------------------------------------------------------------------- */
 
-/* ---- a request ---------------------------------------------------------------------------------------------- */
-
-static void between_windows(engine *e);
-
-/* Forward `n` more ids of the request; logits of the last when asked for. */
-static int feed(engine *e, int n, int want, st_error *err) {
-    if (st_session_reserve(e->session, e->session->n + n, err)) return -1;
-    st_run run = {e->session, e->ids + e->session->n, n};
-    int last = n - 1;
-    st_window w = {.runs = &run, .n_runs = 1, .want = &last, .n_want = want, .logits = e->logits};
-    st_model_forward(e->m, &w);
-    e->windows++;
-    return 0;
+static void come_to_rest(engine *e, st_slot *t) {
+    st_model_settle(e->m, t->session);
+    if (!t->req.keep) st_session_clear(t->session);
+    t->state = ST_SLOT_IDLE;
+    t->n_draft = t->parked = t->stop = t->yield = 0;
+    st_request_free(&t->req);
+    st_penalty_free(t->penalty);
+    t->penalty = NULL;
 }
 
-/* Read what the session does not hold yet. 0 read, 1 stopped, -1 failed. */
-static int read_prompt(engine *e, double start, int reused, st_error *err) {
-    e->phase = READING;
-    while (e->session->n < e->n_ids) {
-        between_windows(e);
-        if (e->stop || e->leave) return 1;
-        int left = e->n_ids - e->session->n, n = left < e->m->max_rows ? left : e->m->max_rows;
-        if (feed(e, n, n == left, err)) return -1;
-        double ms = now_ms() - start;
-        st_out_line("PP %d %d %.1f %.1f", e->session->n, e->n_ids, ms, ms > 0 ? (e->session->n - reused) * 1e3 / ms : 0.0);
-    }
-    return 0;
+static void finish(engine *e, st_slot *t, const char *word) {
+    double now = now_ms(), ms = now - t->start - t->read_ms;
+    if (t->generated > 1 && t->read_ms > 0 && ms > 0) e->last_decode_tok_s = (t->generated - 1) * 1e3 / ms;
+    st_slot_say_done(t, word, now);
+    come_to_rest(e, t);
 }
 
-static int say_token(engine *e, int32_t id, st_error *err) {
-    int n = e->req.logprobs;
-    if (n < 0) {
-        st_out_line("T %d", id);
-        return 0;
-    }
-    int32_t top[20];
-    double lp[20], chosen;
-    int got = st_logprobs(e->sampler, e->logits, id, n, &chosen, top, lp, err);
-    if (got < 0) return -1;
-    st_out_part("T %d lp=%.9g%s", id, chosen, got ? " top=" : "");
-    for (int i = 0; i < got; i++) st_out_part("%s%d:%.9g", i ? "," : "", top[i], lp[i]);
-    st_out_line("%s", "");
-    return 0;
+/* A request ended by a failure: its state is dropped, the slot and the others go on. */
+static void fail(engine *e, st_slot *t, const st_error *err) {
+    st_slot_say_error(t->id, err);
+    t->req.keep = 0;
+    come_to_rest(e, t);
 }
 
 static int any_penalty(const st_sampling *s) {
     return (s->penalty_repeat != 1.0f && s->penalty_last_n != 0) || s->penalty_freq != 0.0f || s->penalty_present != 0.0f;
 }
 
-/* Tokens until an end; the finish word, or NULL and err. *generated counts the tokens said. */
-static const char *decode(engine *e, int prompt, int *generated, st_error *err) {
-    const st_sampling *sp = &e->req.sampling;
-    int from = e->req.out_from >= 0 ? e->req.out_from : prompt;
-    st_penalty_free(e->penalty);
-    e->penalty = NULL;
-    if (any_penalty(sp) && (st_penalty_new(e->m->n_vocab, sp, &e->penalty, err) || st_penalty_reset(e->penalty, e->ids, e->n_ids, from, err)))
-        return NULL;
-    e->phase = DECODING;
-    for (*generated = 0;;) {
-        int32_t id;
-        if (st_sample(e->sampler, e->logits, sp, e->penalty, (uint32_t)e->n_ids, &id, err) || say_token(e, id, err)) return NULL;
-        e->ids[e->n_ids++] = id;
-        ++*generated;
-        e->output_tokens++;
-        between_windows(e);
-        if (is_stop(e, id)) return "stop";
-        if (e->stop || e->leave) return "cancel";
-        if (*generated >= e->req.max_new || e->n_ids >= e->m->shape.max_context) return "length";
-        if (e->penalty && st_penalty_push(e->penalty, e->ids, e->n_ids, err)) return NULL;
-        if (feed(e, 1, 1, err)) return NULL;
-    }
+/* The draft rule of a request: the engine's, with what the request names itself. */
+static st_spec_rule rule_of(const engine *e, const st_request *req) {
+    st_spec_rule r = e->rule;
+    if (req->spec_min_p >= 0) r.min_p = req->spec_min_p;
+    if (req->spec_p_cum >= 0) r.cum_base = r.cum_deep = req->spec_p_cum;
+    if (req->spec_p_cum_deep >= 0) r.cum_deep = req->spec_p_cum_deep;
+    return r;
 }
 
-/* How many prompt tokens the held session can give: all it holds, when that is a beginning of the prompt and leaves
- * one token to read (its recurrent state cannot be cut). */
-static int reusable(const engine *e, const st_request *req) {
-    const st_session *s = e->session;
-    if (!s->n || s->n >= req->n_ids || memcmp(s->ids, req->ids, (size_t)s->n * sizeof *s->ids)) return 0;
-    return s->n;
-}
-
-/* A request ended by a failure: its state is dropped, the engine stays in step. */
-static void fail_request(engine *e, const st_error *err) {
-    say_error(err);
-    st_session_clear(e->session);
-}
-
-static void generate(engine *e) {
+/* Take over the request and let the slot read. */
+static void admit(engine *e, st_slot *t, st_request *req) {
     st_error err = {0};
-    int prompt = e->req.n_ids, generated = 0, reused = reusable(e, &e->req);
-    double start = now_ms();
-    if (prompt >= e->m->shape.max_context) {
-        st_fail(&err, "context_full", "prompt (%d tokens) leaves no room in the context (%d)", prompt, e->m->shape.max_context);
-        say_error(&err);
+    if (req->n_ids >= e->m->shape.max_context) {
+        st_fail(&err, "context_full", "prompt (%d tokens) leaves no room in the context (%d)", req->n_ids, e->m->shape.max_context);
+        st_slot_say_error(t->id, &err);
+        st_request_free(req);
         return;
     }
-    memcpy(e->ids, e->req.ids, (size_t)prompt * sizeof *e->ids);
-    e->n_ids = prompt;
-    if (!reused) st_session_clear(e->session);
+    t->req = *req;
+    t->n_ids = t->n_prompt = req->n_ids;
+    memcpy(t->ids, req->ids, (size_t)req->n_ids * sizeof *t->ids);
+    t->generated = t->n_draft = t->stop = t->yield = t->parked = 0;
+    t->offered = t->accepted = 0;
+    t->read_ms = 0;
+    t->start = t->last_rows = now_ms();
+    t->rule = rule_of(e, req);
+    t->state = ST_SLOT_READING;
+    st_slot_prepare(t, e->m, e->cache);
+    st_slot_set_cuts(t, &e->cuts);
     e->requests++;
-    e->reused_tokens += (uint64_t)reused;
-    st_out_line("RESUME %d", reused);
-    int read = read_prompt(e, start, reused, &err);
-    int fresh = e->session->n - reused;
-    double read_ms = now_ms() - start, decode_ms = 0;
-    e->prompt_tokens += (uint64_t)fresh;
-    const char *finish = "cancel";
-    if (read < 0) {
-        fail_request(e, &err);
-        return;
-    }
-    if (read == 0) {
-        if (read_ms > 0) e->last_prompt_tok_s = fresh * 1e3 / read_ms;
-        st_out_line("REUSED %d", reused);
-        finish = decode(e, prompt, &generated, &err);
-        decode_ms = now_ms() - start - read_ms;
-        if (!finish) {
-            fail_request(e, &err);
-            return;
-        }
-        if (generated > 1 && decode_ms > 0) e->last_decode_tok_s = (generated - 1) * 1e3 / decode_ms;
-    }
-    if (!e->req.keep) st_session_clear(e->session);
-    st_out_line("DONE %d %d %.1f %.1f %s 0 0 %d 0 0 0 0 0 %d 0", generated, prompt, read_ms, decode_ms, finish, reused, fresh);
+    e->reused_tokens += (uint64_t)t->reused;
+    st_slot_say_resume(t);
 }
 
-/* ---- input and output --------------------------------------------------------------------------------------- */
+/* ---- commands ----------------------------------------------------------------------------------------------- */
 
-static int running(const engine *e) { return e->phase != IDLE || e->req.n_ids; }
+static st_slot *hidden_slot(engine *e) { return &e->slots[e->n_slots]; }
 
-/* Act on one line while idle or running. A GEN is kept in `req` and started by the main loop. */
-static void handle(engine *e, const char *line) {
+static st_slot *slot_of(engine *e, int id, st_error *err) {
+    if (id == HIDDEN) return hidden_slot(e);
+    if (id < e->n_slots) return &e->slots[id];
+    st_fail(err, "bad_slot", "there is no slot %d; slots are 0 to %d", id, e->n_slots - 1);
+    return NULL;
+}
+
+static void begin(engine *e, st_request *req) {
+    st_error err = {0};
+    int id = req->slot;
+    st_slot *t = slot_of(e, id, &err);
+    if (t && t->state != ST_SLOT_IDLE) {
+        st_fail(&err, "busy", t->id == HIDDEN ? "a request is running; GEN serves one at a time" : "the slot is busy until its BDONE");
+        t = NULL;
+    }
+    if (!t) {
+        st_slot_say_error(id, &err);
+        st_request_free(req);
+        return;
+    }
+    admit(e, t, req);
+}
+
+/* BYIELD: a reading slot gives way at its next chunk. The hidden slot hands what it has read to the (idle) slot named. */
+static void yield(engine *e, int id) {
+    st_error err = {0};
+    st_slot *t = slot_of(e, id, &err), *hidden = hidden_slot(e);
+    if (!t) st_slot_say_error(id, &err);
+    else if (t->state == ST_SLOT_READING) t->yield = 1;
+    else if (t->state == ST_SLOT_IDLE && hidden->state == ST_SLOT_READING) {
+        hidden->yield = id + 1;
+    } /* outside a read it is of no effect */
+}
+
+static void take_line(void *arg, const char *line) {
+    engine *e = arg;
     st_error err = {0};
     st_request req = {0};
     if (!*line) return;
-    switch (st_parse_line(line, e->m->n_vocab, &req, &err)) {
+    int command = st_parse_line(line, e->m->n_vocab, &req, &err);
+    switch (command) {
     case ST_CMD_GEN:
-        if (running(e)) {
-            st_fail(&err, "busy", "a request is running; one at a time");
-            say_error(&err);
-            break;
-        }
-        e->req = req;
-        e->stop = 0;
-        return;
-    case ST_CMD_STOP: e->stop = running(e); break; /* between requests it is stale; right behind its GEN it is not */
+    case ST_CMD_BGEN: begin(e, &req); return;
+    case ST_CMD_STOP: hidden_slot(e)->stop = hidden_slot(e)->state != ST_SLOT_IDLE; break;
+    case ST_CMD_BSTOP: {
+        st_slot *t = slot_of(e, req.slot, &err);
+        if (t) t->stop = t->state != ST_SLOT_IDLE;
+        else st_slot_say_error(req.slot, &err);
+        break;
+    }
+    case ST_CMD_BYIELD: yield(e, req.slot); break;
     case ST_CMD_STAT: say_stat(e); break;
-    case ST_CMD_QUIT: e->quit = 1; break;
-    default: say_error(&err);
+    case ST_CMD_QUIT: e->in.quit = 1; break;
+    default: st_slot_say_error(req.slot, &err); /* a BGEN that cannot be parsed is refused under its slot */
     }
     st_request_free(&req);
 }
 
-static void refuse_line(const char *why) {
-    st_error err = {0};
-    st_fail(&err, "bad_command", "%s", why);
-    say_error(&err);
+static void refuse_line(void *arg, const char *why) {
+    (void)arg;
+    st_out_line("ERR bad_command %s", why);
 }
 
-/* One line of len bytes, which its newline follows. */
-static void take_line(engine *e, char *line, size_t len) {
-    if (len && line[len - 1] == '\r') len--;
-    line[len] = 0;
-    if (memchr(line, 0, len)) refuse_line("a line holds a NUL byte"); /* it would cut the line */
-    else handle(e, line);
-}
+/* ---- a window: who takes part ------------------------------------------------------------------------------- */
 
-static void take_lines(engine *e) {
-    size_t start = 0;
-    for (char *nl; !e->quit && (nl = memchr(e->line + e->scanned, '\n', e->have - e->scanned));) {
-        size_t end = (size_t)(nl - e->line);
-        e->scanned = end + 1;
-        if (e->skipping) e->skipping = 0;
-        else take_line(e, e->line + start, end - start);
-        start = end + 1;
-    }
-    if (start) memmove(e->line, e->line + start, e->have - start);
-    e->have -= start;
-    e->scanned = e->have;
-    if (e->have < MAX_LINE) return;
-    if (!e->skipping) refuse_line("a line is longer than 32 MiB");
-    e->skipping = 1;
-    e->have = e->scanned = 0;
-}
-
-/* Read what has arrived on stdin. Its end is a QUIT; half a line before it is none. */
-static void take_input(engine *e) {
-    if (e->room - e->have < 65536) {
-        size_t more = e->room > (4 << 20) ? 4 << 20 : e->room + 65536;
-        char *line = realloc(e->line, e->room + more);
-        if (!line) {
-            e->quit = 1;
-            return;
+/* Room for positions below `upto`, if need be at the cost of what is only kept: checkpoints, then idle slots. */
+static int make_room(engine *e, st_slot *t, int upto) {
+    st_error err;
+    for (;;) {
+        if (!st_session_reserve(t->session, upto, e->drafting, &err)) return 0;
+        if (st_cache_shrink(e->cache, t->session)) continue;
+        st_slot *idle = NULL;
+        for (int i = 0; i < e->n_all; i++) {
+            st_slot *u = &e->slots[i];
+            if (u != t && u->state == ST_SLOT_IDLE && u->session->n_blocks && (!idle || u->start < idle->start)) idle = u;
         }
-        e->line = line;
-        e->room += more;
+        if (!idle) return -1;
+        st_session_clear(idle->session);
     }
-    ssize_t n = read(STDIN_FILENO, e->line + e->have, e->room - e->have);
-    if (n < 0 && (errno == EINTR || errno == EAGAIN)) return;
-    if (n <= 0) {
-        e->quit = 1;
+}
+
+/* The window's view of a slot; a decoding slot must have room for its rows, else it waits parked. */
+static st_view view_of(engine *e, st_slot *t, double now) {
+    st_view v = {0};
+    if (t->state == ST_SLOT_DECODING) {
+        int room = e->m->shape.max_context - t->session->n;
+        if (1 + t->n_draft > room) t->n_draft = room - 1;
+        t->parked = make_room(e, t, t->session->n + 1 + t->n_draft) != 0;
+        v.decoding = t->parked ? 0 : 1 + t->n_draft;
+    } else if (t->state == ST_SLOT_READING) {
+        v.reading = t->n_ids - t->session->n;
+        v.until_cut = st_slot_until_cut(t);
+        v.waited_ms = now - t->last_rows;
+        if (t->n_ids > t->n_prompt) v.until_cut = v.reading; /* read again after parking: no cuts */
+    }
+    return v;
+}
+
+/* End what was stopped, and reads that give way. */
+static void heed_orders(engine *e) {
+    for (int i = 0; i < e->n_all; i++) {
+        st_slot *t = &e->slots[i];
+        if (t->state != ST_SLOT_READING || (!t->stop && !t->yield)) continue;
+        if (t->yield && !t->stop) {
+            int to = t->id == HIDDEN ? t->yield - 1 : t->id;
+            if (t->id == HIDDEN) { /* the part read goes to the slot named, if that is still idle */
+                st_slot *u = &e->slots[to];
+                if (u->state != ST_SLOT_IDLE) {
+                    t->yield = 0;
+                    continue;
+                }
+                st_session *s = u->session;
+                u->session = t->session;
+                t->session = s;
+            }
+            st_out_line("YIELDED %d %d", to, t->id == HIDDEN ? e->slots[to].session->n : t->session->n);
+        }
+        finish(e, t, "cancel");
+    }
+}
+
+/* Every running slot is parked for want of room: the youngest gives its blocks and reads again later. */
+static void break_deadlock(engine *e) {
+    st_slot *youngest = NULL;
+    int active = 0;
+    for (int i = 0; i < e->n_all; i++) {
+        st_slot *t = &e->slots[i];
+        if (t->state == ST_SLOT_IDLE) continue;
+        active++;
+        if (t->session->n_blocks && (!youngest || t->start > youngest->start)) youngest = t;
+    }
+    if (!youngest) return;
+    if (active == 1) {
+        st_error err;
+        st_fail(&err, "pool_full", "the page pool (%d blocks) is too small for this request alone", st_pool_limit(e->pool));
+        fail(e, youngest, &err);
         return;
     }
-    e->have += (size_t)n;
-    take_lines(e);
+    e->parked++;
+    st_session_clear(youngest->session);
+    youngest->n_draft = 0;
+    youngest->state = ST_SLOT_READING; /* its prompt and what it has said, without a word of it said again */
 }
 
-static int reader_is_far_behind(void) { return st_out_pending() > MOST_PENDING; }
+/* ---- a window: results -------------------------------------------------------------------------------------- */
 
-/* Wait up to `timeout` ms (-1: without end) for a signal, for input or for room in the output, and act on it. While
- * the reader is far behind no input is taken, because every answer would add to what waits. */
-static void attend_to(engine *e, int timeout) {
-    struct pollfd p[] = {{.fd = e->signals, .events = POLLIN},
-                         {.fd = e->quit || reader_is_far_behind() ? -1 : STDIN_FILENO, .events = POLLIN},
-                         {.fd = STDOUT_FILENO, .events = st_out_pending() ? POLLOUT : 0}};
-    if (poll(p, sizeof p / sizeof *p, timeout) <= 0) return;
-    if (p[0].revents || p[2].revents & (POLLERR | POLLHUP | POLLNVAL)) e->leave = 1;
-    if (p[1].revents) take_input(e);
-    if (st_out_flush()) e->leave = 1;
-}
-
-/* Hand over what was said and hear what came, without waiting; but a reader that is far behind is waited for. */
-static void between_windows(engine *e) {
-    if (st_out_flush()) e->leave = 1;
-    attend_to(e, 0);
-    while (reader_is_far_behind() && !e->leave) attend_to(e, -1);
-}
-
-/* The last lines. After QUIT the reader has all the time it wants; after a signal only a moment. */
-static void say_goodbye(engine *e) {
-    while (st_out_pending() && !e->leave) attend_to(e, -1);
-    for (int i = 0; i < 10 && st_out_pending(); i++) {
-        struct pollfd p = {.fd = STDOUT_FILENO, .events = POLLOUT};
-        if (poll(&p, 1, 20) < 0 || st_out_flush()) return;
+/* Rows of a run against its drafts: token by token, until one differs or the answer ends. Returns the rows that stay. */
+static int verify(engine *e, st_slot *t, const float *logits, int rows) {
+    st_error err = {0};
+    int drafts = rows - 1;
+    for (int j = 0; j < rows; j++) {
+        int32_t id, draft = j < drafts ? t->ids[t->n_ids] : -1;
+        const float *row = logits + (size_t)j * (size_t)e->m->n_vocab;
+        if (st_sample(e->sampler, row, &t->req.sampling, t->penalty, (uint32_t)t->n_ids, &id, &err) ||
+            st_slot_say_token(t, e->sampler, row, id, &err)) {
+            fail(e, t, &err);
+            return j + 1;
+        }
+        t->ids[t->n_ids++] = id;
+        t->generated++;
+        e->output_tokens++;
+        if (j && j <= drafts) t->accepted++;
+        const char *end = is_stop(e, id)                                                             ? "stop"
+                          : t->stop || e->in.leave                                                   ? "cancel"
+                          : t->generated >= t->req.max_new || t->n_ids >= e->m->shape.max_context    ? "length"
+                                                                                                     : NULL;
+        if (!end && t->penalty && st_penalty_push(t->penalty, t->ids, t->n_ids, &err)) {
+            fail(e, t, &err);
+            return j + 1;
+        }
+        if (end || id != draft) {
+            t->n_draft = end ? -1 : 0; /* -1: ended, the caller finishes it when the kept rows are accounted for */
+            if (end) t->stop = end[0] == 's' ? 1 : end[0] == 'c' ? 2 : 3;
+            return j + 1;
+        }
     }
+    return rows;
+}
+
+static const char *end_word(int code) { return code == 1 ? "stop" : code == 2 ? "cancel" : "length"; }
+
+/* Prompt rows have been read: checkpoint at a cut; the first token when all is read. */
+static void after_reading(engine *e, st_slot *t, const float *logits, int n) {
+    double now = now_ms();
+    st_error err = {0};
+    t->last_rows = now;
+    e->prompt_tokens += (uint64_t)n;
+    if (t->n_ids == t->n_prompt) st_slot_say_progress(t, now);
+    while (t->next_cut < t->n_cuts && t->cuts[t->next_cut].at <= t->session->n) {
+        if (t->cuts[t->next_cut].at == t->session->n) st_cache_put(e->cache, t->session, t->cuts[t->next_cut].flags);
+        t->next_cut++;
+    }
+    if (t->session->n < t->n_ids) return;
+    t->state = ST_SLOT_DECODING;
+    if (!t->read_ms) { /* not read again after parking */
+        t->read_ms = now - t->start;
+        if (t->read_ms > 0 && t->n_prompt > t->reused) e->last_prompt_tok_s = (t->n_prompt - t->reused) * 1e3 / t->read_ms;
+        st_slot_say_admitted(t);
+        int from = t->req.out_from >= 0 ? t->req.out_from : t->n_prompt;
+        if (any_penalty(&t->req.sampling) && (st_penalty_new(e->m->n_vocab, &t->req.sampling, &t->penalty, &err) ||
+                                              st_penalty_reset(t->penalty, t->ids, t->n_ids, from, &err))) {
+            fail(e, t, &err);
+            return;
+        }
+    }
+    verify(e, t, logits, 1);
+    if (t->state == ST_SLOT_DECODING && t->n_draft < 0) finish(e, t, end_word(t->stop));
+}
+
+/* ---- drafts ------------------------------------------------------------------------------------------------- */
+
+typedef struct drafting {
+    st_slot *slot[ST_MAX_SLOTS + 1]; /* slots that draft for the next window */
+    int depth[ST_MAX_SLOTS + 1], n;
+    double chance[ST_MAX_SLOTS + 1]; /* product of the probabilities so far */
+} drafting;
+
+/* The most probable token of a row and its probability. */
+static int32_t likeliest(engine *e, const float *logits, float *p) {
+    int n = e->m->n_vocab;
+    int32_t best = 0;
+    float sum = 0;
+    for (int i = 1; i < n; i++)
+        if (logits[i] > logits[best]) best = i;
+    e->m->kernels->exp_sub(logits, n, logits[best], 1.0f, e->probs);
+    for (int i = 0; i < n; i++) sum += e->probs[i];
+    *p = 1.0f / sum;
+    return best;
+}
+
+/* Take the draft of each wanted row; slots whose rules end here drop out. Returns the slots that go on. */
+static int take_drafts(engine *e, drafting *d) {
+    int kept = 0;
+    for (int i = 0; i < d->n; i++) {
+        st_slot *t = d->slot[i];
+        float p, floor = st_spec_threshold(&t->rule, t->session->n);
+        int32_t id = likeliest(e, e->draft_logits + (size_t)i * (size_t)e->m->n_vocab, &p);
+        d->chance[i] *= (double)p;
+        if (p < t->rule.min_p || (floor > 0 && d->chance[i] < (double)floor)) continue;
+        t->ids[t->n_ids + t->n_draft++] = id;
+        if (t->n_draft >= d->depth[i]) continue;
+        memmove(e->draft_hidden + (size_t)kept * (size_t)e->m->n_embd, e->draft_hidden + (size_t)i * (size_t)e->m->n_embd,
+                (size_t)e->m->n_embd * sizeof(float));
+        d->slot[kept] = t;
+        d->depth[kept] = d->depth[i];
+        d->chance[kept++] = d->chance[i];
+    }
+    return d->n = kept;
+}
+
+static int draft_room(const st_slot *t, int upto) { return t->session->n_draft_blocks * 64 >= upto; }
+
+/* How many drafts each decoding slot gets in the next window. */
+static void choose_depths(engine *e, int *depth) {
+    int decoding = 0;
+    for (int i = 0; i < e->n_all; i++) decoding += e->slots[i].state == ST_SLOT_DECODING;
+    for (int i = 0; i < e->n_all; i++) {
+        st_slot *t = &e->slots[i];
+        depth[i] = 0;
+        if (!e->drafting || t->state != ST_SLOT_DECODING) continue;
+        int most = e->rule.depth, left = t->req.max_new - t->generated - 1, room = e->m->shape.max_context - t->n_ids - 1;
+        if (most > left) most = left;
+        if (most > room) most = room;
+        depth[i] = most <= 0 ? 0 : e->o->spec_fixed ? most : st_spec_depth(&e->cost, &t->acceptance, decoding - 1, decoding, most);
+        if (depth[i]) e->worth = 256;
+    }
+}
+
+/* The drafter after a window: rows from target states for the tokens that stay, then the drafts of the next window.
+ * first: the run's first row in the window; kept: its rows that stay. */
+static void run_drafter(engine *e, st_slot *const *who, const st_run *runs, const int *first, const int *kept, int n) {
+    enum { MOST = 4096 + ST_MAX_SLOTS + 1 };
+    static st_draft_row rows[MOST];
+    static float before[(ST_MAX_SLOTS + 1)][1]; /* marks only; hidden states live in the sessions */
+    int depth[ST_MAX_SLOTS + 1], want[ST_MAX_SLOTS + 1], n_rows = 0, passes = 0;
+    drafting d = {.n = 0};
+    double start = now_ms();
+    (void)before;
+    choose_depths(e, depth);
+    if (e->worth > 0) e->worth--;
+    size_t E = (size_t)e->m->n_embd;
+    for (int i = 0; i < n; i++) {
+        st_slot *t = who[i];
+        st_session *s = runs[i].session;
+        int at = (int)(t - e->slots), base = s->n - kept[i]; /* s->n already counts what stays */
+        int drafts = depth[at], fill = drafts || (t->state == ST_SLOT_READING && e->worth > 0);
+        if (!fill || !draft_room(t, s->n + 1 + drafts)) continue;
+        for (int j = 0; j < kept[i]; j++) {
+            int pos = base + j;
+            if (pos < s->drafted) continue; /* already there: the first draft step of the last round */
+            const float *h = j ? e->hidden + (size_t)(first[i] + j - 1) * E : pos ? s->hidden : NULL;
+            rows[n_rows++] = (st_draft_row){s, pos, runs[i].ids[j], h};
+        }
+        if (s->drafted >= base) s->drafted = s->n;
+        if (!drafts) continue;
+        want[d.n] = n_rows;
+        rows[n_rows++] = (st_draft_row){s, s->n, t->ids[s->n], e->hidden + (size_t)(first[i] + kept[i] - 1) * E};
+        if (s->drafted == s->n) s->drafted++;
+        t->n_draft = 0;
+        d.slot[d.n] = t;
+        d.depth[d.n] = drafts;
+        d.chance[d.n++] = 1.0;
+    }
+    while (n_rows) {
+        st_draft pass = {.rows = rows, .n_rows = n_rows, .want = want, .n_want = d.n, .logits = e->draft_logits, .hidden = e->draft_hidden};
+        st_model_draft(e->m, &pass);
+        passes++;
+        n_rows = 0;
+        if (!d.n || !take_drafts(e, &d)) break;
+        for (int i = 0; i < d.n; i++) {
+            st_slot *t = d.slot[i];
+            want[i] = i;
+            rows[n_rows++] = (st_draft_row){t->session, t->session->n + t->n_draft, t->ids[t->n_ids + t->n_draft - 1], e->draft_hidden + (size_t)i * E};
+        }
+    }
+    for (int i = 0; i < n; i++) /* the hidden state that the next window's first row stands on */
+        memcpy(runs[i].session->hidden, e->hidden + (size_t)(first[i] + kept[i] - 1) * E, E * sizeof(float));
+    if (passes && n == 1 && kept[0] <= ST_MAX_DRAFTS + 1) st_spec_count_drafts(&e->cost, passes, now_ms() - start);
+}
+
+/* ---- a window ----------------------------------------------------------------------------------------------- */
+
+typedef struct members {
+    st_slot *slot[ST_MAX_SLOTS + 1];
+    st_run run[ST_MAX_SLOTS + 1];
+    int first[ST_MAX_SLOTS + 1], kept[ST_MAX_SLOTS + 1], logit[ST_MAX_SLOTS + 1]; /* first row; rows that stay; first wanted row */
+    int n, rows, prompt_rows, decoders;
+} members;
+
+/* Choose the rows of the next window and make room for them. */
+static void gather(engine *e, members *w) {
+    st_view view[ST_MAX_SLOTS + 1];
+    int rows[ST_MAX_SLOTS + 1];
+    double now = now_ms();
+    *w = (members){0};
+    for (int i = 0; i < e->n_all; i++) view[i] = view_of(e, &e->slots[i], now);
+    st_window_plan(&e->pace, view, e->n_all, rows);
+    for (int i = 0; i < e->n_all; i++) {
+        st_slot *t = &e->slots[i];
+        if (!rows[i]) continue;
+        int reading = t->state == ST_SLOT_READING;
+        if (reading) {
+            t->parked = make_room(e, t, t->session->n + rows[i]) != 0;
+            if (t->parked) continue;
+        }
+        w->slot[w->n] = t;
+        w->first[w->n] = w->rows;
+        w->run[w->n++] = (st_run){t->session, t->ids + t->session->n, rows[i], reading ? rows[i] : 1};
+        w->rows += rows[i];
+        w->prompt_rows += reading ? rows[i] : 0;
+        w->decoders += !reading;
+    }
+}
+
+/* Which rows' logits are needed: all of a decoding slot, the last of a prompt that ends here. */
+static int wanted(const members *w, int *want, int *logit) {
+    int n = 0;
+    for (int i = 0; i < w->n; i++) {
+        const st_slot *t = w->slot[i];
+        int from = t->state == ST_SLOT_DECODING ? 0 : t->session->n + w->run[i].n == t->n_ids ? w->run[i].n - 1 : w->run[i].n;
+        logit[i] = n;
+        for (int j = from; j < w->run[i].n; j++) want[n++] = w->first[i] + j;
+    }
+    return n;
+}
+
+static void window(engine *e) {
+    static int want[(ST_MAX_SLOTS + 1) * (ST_MAX_DRAFTS + 1)];
+    members w;
+    heed_orders(e);
+    gather(e, &w);
+    if (!w.rows) {
+        if (running(e)) break_deadlock(e);
+        return;
+    }
+    int n_want = wanted(&w, want, w.logit);
+    double start = now_ms();
+    st_window pass = {.runs = w.run, .n_runs = w.n, .want = want, .n_want = n_want, .logits = e->logits, .hidden = e->drafting ? e->hidden : NULL};
+    st_model_forward(e->m, &pass);
+    e->window_ms = now_ms() - start;
+    e->windows++;
+    e->rows += (uint64_t)w.rows;
+    st_pace_account(&e->pace, e->window_ms, w.prompt_rows, w.rows, w.decoders);
+    if (!w.prompt_rows) st_spec_count_window(&e->cost, w.rows, e->window_ms);
+    for (int i = 0; i < w.n; i++) {
+        st_slot *t = w.slot[i];
+        const float *logits = e->logits + (size_t)w.logit[i] * (size_t)e->m->n_vocab;
+        if (t->state == ST_SLOT_READING) {
+            w.kept[i] = w.run[i].n;
+            st_model_keep(&w.run[i], w.kept[i]);
+            after_reading(e, t, logits, w.run[i].n);
+            continue;
+        }
+        int drafts = w.run[i].n - 1;
+        t->n_draft = 0;
+        w.kept[i] = verify(e, t, logits, w.run[i].n);
+        if (drafts) {
+            t->offered += (uint64_t)drafts;
+            st_acceptance_count(&t->acceptance, drafts, w.kept[i] - 1);
+        }
+        if (t->state != ST_SLOT_DECODING) continue; /* failed */
+        st_model_keep(&w.run[i], w.kept[i]);
+        if (t->n_draft < 0) finish(e, t, end_word(t->stop));
+    }
+    if (!e->drafting) return;
+    members live = {0}; /* finished slots draft no more */
+    for (int i = 0; i < w.n; i++) {
+        if (w.slot[i]->state == ST_SLOT_IDLE || w.run[i].session->n == 0) continue;
+        live.slot[live.n] = w.slot[i];
+        live.run[live.n] = w.run[i];
+        live.first[live.n] = w.first[i];
+        live.kept[live.n++] = w.kept[i];
+    }
+    run_drafter(e, live.slot, live.run, live.first, live.kept, live.n);
 }
 
 /* ---- start and end ------------------------------------------------------------------------------------------ */
 
+static void *floats(size_t n) { return calloc(n + 16, sizeof(float)); }
+
+static int make_plan(engine *e, st_error *err) {
+    st_plan_in in = {.slots = e->o->parallel, .weights = st_weights_bytes(e->m->weights)};
+    uint64_t available = st_plan_available();
+    st_plan_shape(&e->m->shape, &in);
+    in.prompt_cache = (uint64_t)e->o->prompt_cache_mib << 20;
+    /* The weights are in memory already; a tenth of what is left stays for others. */
+    in.budget = e->o->memory_mib ? (uint64_t)e->o->memory_mib << 20 : available ? in.weights + available - available / 10 : 0;
+    if (!st_plan_memory(&in, &e->plan))
+        return st_fail(err, "no_memory", "not even one slot fits: %llu MiB for weights, prompt cache and a context of %d, of %llu MiB; lower --max-context or --prompt-cache-mib",
+                       (unsigned long long)((in.weights + in.prompt_cache + 2 * in.slot_fixed + ((uint64_t)in.max_context + 63) / 64 * in.block) >> 20),
+                       in.max_context, (unsigned long long)(in.budget >> 20));
+    if (e->o->pool_blocks && e->o->pool_blocks < e->plan.blocks) e->plan.blocks = e->o->pool_blocks;
+    return 0;
+}
+
 static int engine_new(engine *e, st_model *m, const st_options *o, st_error *err) {
-    *e = (engine){.m = m, .o = o, .started = now_ms(), .signals = -1};
-    e->logits = malloc((size_t)m->n_vocab * sizeof *e->logits);
-    e->ids = malloc(((size_t)m->shape.max_context + 1) * sizeof *e->ids);
-    if (!e->logits || !e->ids) return st_fail(err, "no_memory", "no memory for logits");
-    if (st_session_new(&m->shape, &e->session, err) || st_sampler_new(m->n_vocab, &e->sampler, err)) return -1;
+    *e = (engine){.m = m, .o = o, .started = now_ms(), .in = {.line = take_line, .refused = refuse_line, .arg = e, .signals = -1}, .worth = 256};
+    if (make_plan(e, err)) return -1;
+    e->n_slots = e->plan.slots;
+    e->n_all = e->n_slots + 1;
+    e->drafting = m->shape.drafter && o->spec > 0;
+    e->rule = (st_spec_rule){.depth = o->spec > ST_MAX_DRAFTS ? ST_MAX_DRAFTS : o->spec, .min_p = (float)o->spec_min_p};
+    const char *cum = getenv("STRATA_SPEC_PCUM");
+    if (cum && *cum && st_spec_parse(cum, &e->rule, err)) return -1;
+    e->cuts = (st_cut_rule){.root_min = o->prompt_cache_root, .every = o->prompt_cache_every};
+    st_pace_init(&e->pace, o->chunk, o->stall_target_ms, o->decode_share);
+    e->pool = st_pool_new(st_block_bytes(&m->shape), e->plan.blocks);
+    e->draft_pool = st_pool_new(st_draft_block_bytes(&m->shape), e->plan.blocks);
+    e->cache = st_cache_new(&m->shape, (size_t)o->prompt_cache_mib << 20);
+    e->slots = calloc((size_t)e->n_all, sizeof *e->slots);
+    size_t vocab = (size_t)m->n_vocab, rows = (size_t)e->n_all * (size_t)(1 + (e->drafting ? e->rule.depth : 0));
+    e->logits = floats(rows * vocab);
+    e->hidden = floats((size_t)m->max_rows * (size_t)m->n_embd);
+    e->draft_logits = e->drafting ? floats((size_t)e->n_all * vocab) : NULL;
+    e->draft_hidden = e->drafting ? floats((size_t)e->n_all * (size_t)m->n_embd) : NULL;
+    e->probs = floats(vocab);
+    if (!e->pool || !e->draft_pool || !e->cache || !e->slots || !e->logits || !e->hidden || !e->probs ||
+        (e->drafting && (!e->draft_logits || !e->draft_hidden)))
+        return st_fail(err, "no_memory", "no memory for %d slots", e->n_slots);
+    for (int i = 0; i < e->n_all; i++)
+        if (st_slot_new(&e->slots[i], i < e->n_slots ? i : HIDDEN, &m->shape, e->pool, e->draft_pool, err)) return -1;
+    if (st_sampler_new(m->n_vocab, &e->sampler, err)) return -1;
     st_sampler_set_exp(e->sampler, m->kernels->exp_sub);
-    find_stops(e);
+    find_marks(e);
+    if (st_input_open(&e->in)) return st_fail(err, "internal", "no descriptor for signals: %s", strerror(errno));
     return 0;
 }
 
 static void engine_free(engine *e) {
-    st_session_free(e->session);
+    if (e->cache && e->slots) st_cache_free(e->cache, e->slots[0].session);
+    for (int i = 0; e->slots && i < e->n_all; i++) st_slot_free(&e->slots[i]);
+    free(e->slots);
+    st_pool_free(e->pool);
+    st_pool_free(e->draft_pool);
     st_sampler_free(e->sampler);
-    st_penalty_free(e->penalty);
-    st_request_free(&e->req);
     free(e->logits);
-    free(e->ids);
-    free(e->line);
-    if (e->signals >= 0) close(e->signals);
+    free(e->hidden);
+    free(e->draft_logits);
+    free(e->draft_hidden);
+    free(e->probs);
+    st_input_close(&e->in);
 }
 
 static void say_facts(const engine *e, const char *kv) {
@@ -377,49 +689,34 @@ static void say_facts(const engine *e, const char *kv) {
     st_engine_identity(m, kv, identity);
     st_out_line("INFO identity=%s fingerprint=%s isa=%s threads=%d kv=%s context=%d trained_context=%d vocab=%d", identity,
                 m->fingerprint, m->kernels->isa, st_team_size(m->team), kv, m->shape.max_context, m->trained_context, m->n_vocab);
-    st_out_line("INFO weights_mib=%zu session_kib_per_token=%.2f session_fixed_kib=%zu chunk=%d", st_weights_bytes(m->weights) >> 20,
-                (double)st_block_bytes(&m->shape) / 64.0 / 1024.0, st_session_fixed_bytes(&m->shape) >> 10, m->max_rows);
+    st_out_line("INFO weights_mib=%zu session_kib_per_token=%.2f session_fixed_kib=%zu chunk=%d pool_blocks=%d", st_weights_bytes(m->weights) >> 20,
+                (double)st_block_bytes(&m->shape) / 64.0 / 1024.0, st_session_fixed_bytes(&m->shape) >> 10, e->o->chunk, e->plan.blocks);
+    st_out_line("INFO batch_slots=%d slot_cache=1 mtp=%d spec=%d", e->n_slots, m->shape.drafter, e->drafting ? e->rule.depth : 0);
     st_out_line("READY %d stop", m->shape.max_context);
 }
 
-/* SIGTERM and SIGINT become readable on a descriptor: no moment between a check and a wait can lose them. The team's
- * threads block all signals, so they come here. */
-static int open_signals(void) {
-    sigset_t set;
-    sigemptyset(&set);
-    sigaddset(&set, SIGTERM);
-    sigaddset(&set, SIGINT);
-    signal(SIGPIPE, SIG_IGN);
-    return sigprocmask(SIG_BLOCK, &set, NULL) ? -1 : signalfd(-1, &set, SFD_CLOEXEC);
-}
-
-static int engine_fails(engine *e, const st_error *err) {
-    say_error(err);
-    st_out_drain();
-    engine_free(e);
-    return 1;
-}
-
 int st_engine_serve(st_model *m, const st_options *o) {
-    engine e;
+    static engine e; /* static: its address is in the input's callbacks */
     st_error err = {0};
-    if (engine_new(&e, m, o, &err)) return engine_fails(&e, &err);
-    if ((e.signals = open_signals()) < 0) {
-        st_fail(&err, "internal", "no descriptor for signals: %s", strerror(errno));
-        return engine_fails(&e, &err);
+    if (engine_new(&e, m, o, &err)) {
+        st_slot_say_error(HIDDEN, &err);
+        fprintf(stderr, "strata-engine: %s\n", err.text);
+        st_out_drain();
+        engine_free(&e);
+        return strcmp(err.name, "usage") ? 1 : 2;
     }
-    say_facts(&e, st_kv_name(m->shape.kv));
-    while (!e.leave && (!e.quit || running(&e))) {
-        if (e.req.n_ids) {
-            generate(&e);
-            st_request_free(&e.req);
-            e.phase = IDLE;
-            between_windows(&e);
-        } else {
-            attend_to(&e, -1);
+    if (e.n_slots < o->parallel)
+        fprintf(stderr, "strata-engine: %d slots were asked for, %d fit in memory\n", o->parallel, e.n_slots);
+    say_facts(&e, o->kv ? o->kv : "int8");
+    while (!e.in.leave && (!e.in.quit || running(&e))) {
+        if (!running(&e)) {
+            st_input_wait(&e.in);
+            continue;
         }
+        window(&e);
+        st_input_between_windows(&e.in);
     }
-    say_goodbye(&e);
+    st_input_goodbye(&e.in);
     engine_free(&e);
     return 0;
 }

@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef enum kind { TEXT, INT, FLAG } kind;
+typedef enum kind { TEXT, INT, REAL, FLAG } kind;
 
 static const struct {
     const char *name, *arg;
@@ -25,7 +25,30 @@ static const struct {
     {"--isa", "NAME", TEXT, offsetof(st_options, isa), 0, 0, "auto avx512 avx2 scalar",
      "instruction set; STRATA_ISA does the same [auto]"},
     {"--kv", "TYPE", TEXT, offsetof(st_options, kv), 0, 0, "int8 f16 f32", "type of keys and values; f16 and f32 are slow references [int8]"},
-    {"--chunk", "N", INT, offsetof(st_options, chunk), 1, 4096, NULL, "prompt tokens read at once [512]"},
+    {"--chunk", "N", INT, offsetof(st_options, chunk), 1, 4000, NULL, "prompt tokens read at once [512]"},
+    {"--parallel", "N", INT, offsetof(st_options, parallel), 1, 64, NULL, "slots: conversations that decode together; as many as fit [1]"},
+    {"--batch", "N", INT, offsetof(st_options, parallel), 1, 64, NULL, "the same as --parallel"},
+    {"--slots", "N", INT, offsetof(st_options, parallel), 1, 64, NULL, "the same as --parallel"},
+    {"--stall-target-ms", "MS", REAL, offsetof(st_options, stall_target_ms), 1, 100000, NULL,
+     "longest gap a decoding slot may see while prompts are read [250]"},
+    {"--decode-share", "F", REAL, offsetof(st_options, decode_share), 0, 100, NULL,
+     "decode time after a window with prompt rows, as a share of it [0.5]"},
+    {"--spec", "N", INT, offsetof(st_options, spec), 0, 8, NULL, "most drafts of the model's MTP block in a window; 0: none [3]"},
+    {"--spec-fixed", NULL, FLAG, offsetof(st_options, spec_fixed), 0, 0, NULL,
+     "always draft --spec deep; otherwise as deep as measured costs say that it pays"},
+    {"--spec-min-p", "P", REAL, offsetof(st_options, spec_min_p), 0, 1, NULL,
+     "a draft less probable ends the drafts; STRATA_SPEC_PCUM=base[,deep[,d0,d1]] ends them by their product [0.5]"},
+    {"--batch-mtp", NULL, FLAG, offsetof(st_options, batch_mtp), 0, 0, NULL, "accepted: drafts ride in every window anyway"},
+    {"--prompt-cache-mib", "N", INT, offsetof(st_options, prompt_cache_mib), 0, 1 << 24, NULL,
+     "memory for checkpoints of prompts; 0: none [256]"},
+    {"--prompt-cache-every", "N", INT, offsetof(st_options, prompt_cache_every), 0, 1 << 24, NULL,
+     "a checkpoint every N prompt tokens, besides turn boundaries; 0: none [4096]"},
+    {"--prompt-cache-root", "N", INT, offsetof(st_options, prompt_cache_root), 1, 1 << 24, NULL,
+     "a checkpoint behind the system prompt when that has N tokens or more [64]"},
+    {"--memory-mib", "N", INT, offsetof(st_options, memory_mib), 0, 1 << 26, NULL,
+     "memory for weights, slots and pool together; 0: nine tenths of what is free [0]"},
+    {"--pool-blocks", "N", INT, offsetof(st_options, pool_blocks), 0, 1 << 30, NULL,
+     "limit of the page pool, in blocks of 64 positions; 0: as planned [0]"},
     {"--self-test", "ROUNDS", INT, offsetof(st_options, self_test), 1, 1000000, NULL,
      "compare the kernels with the specification on this processor and exit"},
     {"--bench-kernels", NULL, FLAG, offsetof(st_options, bench_kernels), 0, 0, NULL, "print each kernel's speed and exit"},
@@ -95,6 +118,13 @@ static int set(st_options *o, int i, const char *value, st_error *err) {
         *(const char **)(void *)at = value;
         return 0;
     }
+    if (OPTIONS[i].kind == REAL) {
+        double f = strtod(value, &end);
+        if (end == value || *end || !(f >= OPTIONS[i].lo && f <= OPTIONS[i].hi))
+            return st_fail(err, "usage", "%s %s: a number from %d to %d is wanted", OPTIONS[i].name, value, OPTIONS[i].lo, OPTIONS[i].hi);
+        *(double *)(void *)at = f;
+        return 0;
+    }
     long v = strtol(value, &end, 10);
     if (end == value || *end || v < OPTIONS[i].lo || v > OPTIONS[i].hi)
         return st_fail(err, "usage", "%s %s: an integer from %d to %d is wanted", OPTIONS[i].name, value, OPTIONS[i].lo, OPTIONS[i].hi);
@@ -103,7 +133,8 @@ static int set(st_options *o, int i, const char *value, st_error *err) {
 }
 
 int st_options_parse(int argc, char **argv, st_options *o, st_error *err) {
-    memset(o, 0, sizeof *o);
+    *o = (st_options){.chunk = 512, .parallel = 1, .stall_target_ms = 250, .decode_share = 0.5, .spec = 3, .spec_min_p = 0.5,
+                      .prompt_cache_mib = 256, .prompt_cache_every = 4096, .prompt_cache_root = 64};
     for (int a = 1; a < argc; a++) {
         const char *eq = strchr(argv[a], '=');
         size_t len = eq ? (size_t)(eq - argv[a]) : strlen(argv[a]);

@@ -7,6 +7,9 @@
 typedef struct st_options {
     const char *model, *isa, *kv;
     int max_context, threads, chunk, allow_untrained_context;
+    int parallel, memory_mib, pool_blocks, prompt_cache_mib, prompt_cache_every, prompt_cache_root;
+    int spec, spec_fixed, batch_mtp;
+    double stall_target_ms, decode_share, spec_min_p;
     int self_test, bench_kernels, help, version;
 } st_options;
 

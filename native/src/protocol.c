@@ -13,7 +13,9 @@
 static const struct {
     const char *word;
     int command;
-} COMMANDS[] = {{"GEN", ST_CMD_GEN}, {"STOP", ST_CMD_STOP}, {"STAT", ST_CMD_STAT}, {"QUIT", ST_CMD_QUIT}};
+    int slot; /* a slot number follows */
+} COMMANDS[] = {{"GEN", ST_CMD_GEN, 0},   {"STOP", ST_CMD_STOP, 0},   {"STAT", ST_CMD_STAT, 0},     {"QUIT", ST_CMD_QUIT, 0},
+                {"BGEN", ST_CMD_BGEN, 1}, {"BSTOP", ST_CMD_BSTOP, 1}, {"BYIELD", ST_CMD_BYIELD, 1}};
 
 typedef enum kind { FLOAT, INT, U64, U32, BIAS } kind;
 
@@ -40,6 +42,9 @@ static const struct {
     {"ckpt", INT, offsetof(st_request, keep), 0, 1},
     {"pin", INT, offsetof(st_request, pin), 0, 2147483647},
     {"out_from", INT, offsetof(st_request, out_from), 0, 2147483647},
+    {"spec_min_p", FLOAT, offsetof(st_request, spec_min_p), 0, 1},
+    {"spec_p_cum", FLOAT, offsetof(st_request, spec_p_cum), 0, 1},
+    {"spec_p_cum_deep", FLOAT, offsetof(st_request, spec_p_cum_deep), 0, 1},
 };
 
 /* ---- words -------------------------------------------------------------------------------------------------- */
@@ -176,6 +181,7 @@ static int parse_gen(const char *p, int n_vocab, st_request *req, st_error *err)
     req->logprobs = -1;
     req->keep = 1;
     req->out_from = -1;
+    req->spec_min_p = req->spec_p_cum = req->spec_p_cum_deep = -1;
     word w = next_word(&p);
     if (number(w, &max_new) || !(max_new >= 1 && max_new <= 2147483647) || max_new != floor(max_new))
         return st_fail(err, "bad_max_new", "GEN <max_new> is an integer of at least 1, not \"%.*s\"", shown(w), w.at);
@@ -194,14 +200,26 @@ static int parse_gen(const char *p, int n_vocab, st_request *req, st_error *err)
     return st_sampling_check(&req->sampling, n_vocab, err);
 }
 
+static int parse_slot(const char **p, const char *command, st_request *req, st_error *err) {
+    double v;
+    word w = next_word(p);
+    if (number(w, &v) || !(v >= 0 && v < 1e6) || v != floor(v))
+        return st_fail(err, "bad_slot", "%s <slot> is a number from 0, not \"%.*s\"", command, shown(w), w.at);
+    req->slot = (int)v;
+    return 0;
+}
+
 int st_parse_line(const char *line, int n_vocab, st_request *req, st_error *err) {
     word w = next_word(&line);
+    req->slot = -1;
     for (size_t i = 0; i < sizeof COMMANDS / sizeof *COMMANDS; i++) {
         if (!is(w, COMMANDS[i].word)) continue;
-        if (COMMANDS[i].command == ST_CMD_GEN && parse_gen(line, n_vocab, req, err)) return -1;
-        return COMMANDS[i].command;
+        if (COMMANDS[i].slot && parse_slot(&line, COMMANDS[i].word, req, err)) return -1;
+        int generates = COMMANDS[i].command == ST_CMD_GEN || COMMANDS[i].command == ST_CMD_BGEN;
+        if (generates && parse_gen(line, n_vocab, req, err)) return -1;
+        return (int)COMMANDS[i].command;
     }
-    return st_fail(err, "bad_command", "unknown command \"%.*s\"; known are GEN, STOP, STAT, QUIT", shown(w), w.at);
+    return st_fail(err, "bad_command", "unknown command \"%.*s\"; known are GEN, BGEN, STOP, BSTOP, BYIELD, STAT, QUIT", shown(w), w.at);
 }
 
 void st_request_free(st_request *req) {

@@ -46,7 +46,7 @@ static void store_kv(const st_pass *c, const st_layer *l, int r, int kvh) {
     int hd = p->hd, slot = p->rows[r].pos % ST_POSBLOCK;
     float key[ST_MAX_HEAD_DIM];
     const float *k = p->u + (size_t)r * (size_t)(2 * p->kv_heads * hd) + kvh * hd, *v = k + p->kv_heads * hd;
-    uint8_t *head = p->rows[r].s->blocks[p->rows[r].pos / ST_POSBLOCK] + head_offset(p, l, kvh);
+    uint8_t *head = p->rows[r].blocks[p->rows[r].pos / ST_POSBLOCK] + head_offset(p, l, kvh);
     prepare(c, k, l->k_norm, r, key);
     if (p->kv == ST_KV_INT8) store_int8(c->k, hd, slot, key, v, head);
     else st_store_float(p->kv, hd, slot, key, v, head);
@@ -60,7 +60,7 @@ static void attend(const st_pass *c, const st_layer *l, int r, int h) {
     const float *q = p->c + ((size_t)r * (size_t)p->heads + (size_t)h) * (size_t)width;
     float *y = p->large.mix.x + ((size_t)r * (size_t)p->heads + (size_t)h) * (size_t)hd;
     prepare(c, q, l->q_norm, r, query);
-    st_attend a = {.blocks = (const uint8_t *const *)p->rows[r].s->blocks, .offset = head_offset(p, l, h / (p->heads / p->kv_heads)),
+    st_attend a = {.blocks = (const uint8_t *const *)p->rows[r].blocks, .offset = head_offset(p, l, h / (p->heads / p->kv_heads)),
                    .hd = hd, .npos = p->rows[r].pos + 1, .scale = 1.0f / sqrtf((float)hd), .query = query, .out = y};
     if (p->kv == ST_KV_INT8) c->k->attend(&a);
     else st_attend_float(&a, p->kv);

@@ -89,7 +89,7 @@ static void all_gate_up(const st_pass *c, const st_layer *l) {
     st_temp *t = c->t;
     int each = 2 * p->ff / ST_LANES, shared = 2 * p->shared_ff / ST_LANES;
     if (!c->small) {
-        int i, at = (int)(l - p->layers);
+        int i, at = l == p->draft ? p->n_layers : (int)(l - p->layers);
         while ((i = atomic_fetch_add_explicit(&p->next[at], 1, memory_order_relaxed)) <= t->n_active)
             gate_up(c, l, i, 0, i == t->n_active ? shared : each);
         return;

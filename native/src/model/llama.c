@@ -47,4 +47,4 @@ static int load(st_model *m, st_error *err) {
     return st_net_finish(m, p, err);
 }
 
-const st_arch st_arch_llama = {"llama", load, forward, st_net_release};
+const st_arch st_arch_llama = {.name = "llama", .load = load, .forward = forward, .release = st_net_release};

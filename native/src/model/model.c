@@ -107,20 +107,30 @@ void st_model_close(st_model *m) {
 
 typedef struct job {
     st_model *m;
-    const st_window *w;
+    const void *what;
 } job;
 
-static void run_member(void *arg, int member, int size) {
+static void forward_member(void *arg, int member, int size) {
     job *j = arg;
-    j->m->arch->forward(j->m, j->w, member, size);
+    j->m->arch->forward(j->m, j->what, member, size);
 }
 
-void st_model_forward(st_model *m, const st_window *w) {
-    job j = {m, w};
-    st_team_run(m->team, run_member, &j);
-    for (int i = 0; i < w->n_runs; i++) {
-        st_session *s = w->runs[i].session;
-        memcpy(s->ids + s->n, w->runs[i].ids, (size_t)w->runs[i].n * sizeof *s->ids);
-        s->n += w->runs[i].n;
-    }
+static void draft_member(void *arg, int member, int size) {
+    job *j = arg;
+    j->m->arch->draft(j->m, j->what, member, size);
+}
+
+void st_model_forward(st_model *m, const st_window *w) { st_team_run(m->team, forward_member, &(job){m, w}); }
+void st_model_draft(st_model *m, const st_draft *d) { st_team_run(m->team, draft_member, &(job){m, d}); }
+
+void st_model_keep(const st_run *run, int kept) {
+    st_session *s = run->session;
+    memcpy(s->ids + s->n, run->ids, (size_t)kept * sizeof *s->ids);
+    s->n += kept;
+    s->pending = s->shape.recurrent_layers ? kept - run->certain : 0;
+}
+
+void st_model_settle(st_model *m, st_session *s) {
+    if (s->pending) m->arch->settle(m, s);
+    s->pending = 0;
 }

@@ -13,7 +13,7 @@
 #include "model/gguf.h"
 #include "model/model.h"
 
-enum { ST_TAPS = 4, ST_SMALL_ROWS = 4, ST_MAX_ROWS = 4096, ST_MAX_HEAD_DIM = 1024, ST_MAX_EXPERTS = 4096, ST_MAX_USED = 64 };
+enum { ST_TAPS = 4, ST_SMALL_ROWS = 4, ST_MAX_ROWS = 4096 + 64 * 9 + 1, ST_MAX_HEAD_DIM = 1024, ST_MAX_EXPERTS = 4096, ST_MAX_USED = 64 };
 
 /* How rope pairs the values of a head: (i, i + n_rot / 2) or (2i, 2i + 1). */
 typedef enum st_rope { ST_ROPE_HALVES, ST_ROPE_ADJACENT } st_rope;
@@ -36,7 +36,8 @@ typedef struct st_layer {
 
 /* What a stage keeps per row. Shared for a large window, one for each member for a small one. */
 typedef struct st_temp {
-    st_act h, mix, pair, shared; /* normed rows; mixer output rows; expert rows; shared expert rows */
+    st_act h, mix, pair, shared; /* normed rows; mixer output rows; expert rows; shared expert (or dense) rows */
+    st_act draft;                /* the drafter's input rows, of the large one only */
     float *logits;               /* [rows][experts] */
     int *expert;                 /* [rows][used], ascending */
     float *weight, *gate;        /* [rows][used]; [rows]: sigmoid of the shared expert's gate */
@@ -44,10 +45,11 @@ typedef struct st_temp {
     int *first;                  /* [n_active + 1] first pair of an active expert */
     int *token;                  /* [rows * used] row of a pair, pairs sorted by expert then row */
     float *share;                /* [rows * used] weight of a pair */
+    float *state;                /* [d * d] a recurrent head's state under draft rows */
 } st_temp;
 
 typedef struct st_row {
-    st_session *s;
+    uint8_t *const *blocks; /* where this row's keys and values go: the session's, or its drafter's */
     int pos;
 } st_row;
 
@@ -68,15 +70,19 @@ typedef struct st_net {
     float *out_norm;
     st_mat head;
     st_layer *layers;
+    /* drafter: one more block; its input is W [RMS(embedding, token_norm); RMS(hidden, hidden_norm)] */
+    st_layer *draft;
+    st_mat draft_in;
+    float *draft_token_norm, *draft_hidden_norm, *draft_out_norm;
     /* scratch of a window */
     st_row *rows;
-    float *x, *u, *c, *z, *cos, *sin, *gate_rows, *up_rows, *gate_shared, *up_shared, *moe;
+    float *x, *u, *c, *z, *decay, *beta, *cos, *sin, *gate_rows, *up_rows, *gate_shared, *up_shared, *moe;
     st_temp large, *small; /* small: one for each member */
     int members;
     atomic_int *next; /* work counters of a large window, one for each layer */
 } st_net;
 
-/* One member's view of a window. */
+/* One member's view of a window (w), or of a pass of the drafter (w is NULL). */
 typedef struct st_pass {
     const st_model *m;
     st_net *p;
@@ -100,8 +106,14 @@ void st_stage_delta_net(const st_pass *c, const st_layer *l);
 /* x += FeedForward(h): dense, or routed experts with or without a shared one. */
 void st_stage_dense(const st_pass *c, const st_layer *l);
 void st_stage_experts(const st_pass *c, const st_layer *l);
-/* logits = W_out RMS(x, out_norm) of the wanted rows. */
+/* logits = W_out RMS(x, norm) of the wanted rows; RMS(x, norm) of all rows, or of the wanted ones, into hidden. */
 void st_stage_head(const st_pass *c);
+void st_stage_draft_head(const st_pass *c, const st_draft *d);
+/* Rows, their embeddings and angles for a pass of the drafter; x = its input. */
+void st_pass_start_draft(st_pass *c, st_model *m, const st_draft *d, int member, int size);
+void st_stage_draft_begin(const st_pass *c, const st_draft *d);
+/* Replay what is pending of a session, all layers, on the calling thread. */
+void st_net_settle(st_model *m, st_session *s);
 
 /* ---- what stages are made of ---------------------------------------------------------------------------------- */
 
@@ -148,6 +160,8 @@ int st_load_delta_net(const st_loader *L, st_layer *l);
 int st_load_expert_keys(st_model *m, st_net *p, st_error *err);
 int st_load_experts(const st_loader *L, st_layer *l);
 int st_load_dense(const st_loader *L, st_layer *l);
+/* The drafter's own tensors of MTP block L->block (nextn.*); its layer is loaded by the architecture. */
+int st_load_draft(const st_loader *L);
 /* Embedding, final norm, head (the embedding where output.weight is absent). */
 int st_load_globals(st_model *m, st_net *p, st_error *err);
 /* A net with room for n layers, hung on m->self; the session's shape and the scratch once all is loaded. */

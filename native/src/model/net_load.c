@@ -133,6 +133,14 @@ int st_load_globals(st_model *m, st_net *p, st_error *err) {
     return st_weights_mat(m->weights, out, p->E, m->n_vocab, 0, &p->head, err);
 }
 
+int st_load_draft(const st_loader *L) {
+    st_net *p = L->p;
+    return st_load_mat(L, "nextn.eh_proj.weight", 2 * p->E, p->E, 0, &p->draft_in) ||
+           st_load_vec(L, "nextn.enorm.weight", p->E, 1, &p->draft_token_norm) ||
+           st_load_vec(L, "nextn.hnorm.weight", p->E, 1, &p->draft_hidden_norm) ||
+           st_load_vec(L, "nextn.shared_head_norm.weight", p->E, 1, &p->draft_out_norm);
+}
+
 static int temp_new(const st_kernels *k, const st_net *p, st_temp *t, int rows) {
     int wide = p->values > p->heads * p->hd ? p->values : p->heads * p->hd, pairs = rows * p->used;
     int single = p->shared_ff > p->ff_dense ? p->shared_ff : p->ff_dense; /* the shared expert, or the dense form */
@@ -142,7 +150,9 @@ static int temp_new(const st_kernels *k, const st_net *p, st_temp *t, int rows) 
         return -1;
     t->logits = malloc(((size_t)rows * (size_t)(p->experts + 1) + 2 * n) * sizeof(float));
     t->expert = malloc(ints * sizeof(int));
-    if (!t->logits || !t->expert) return -1;
+    t->state = malloc((size_t)(p->d * p->d) * sizeof(float) + 64);
+    if (!t->logits || !t->expert || !t->state) return -1;
+    if (p->draft && st_act_new(k, &t->draft, rows, 2 * p->E)) return -1;
     t->gate = t->logits + (size_t)rows * (size_t)p->experts;
     t->weight = t->gate + rows;
     t->share = t->weight + n;
@@ -159,6 +169,8 @@ static void temp_free(st_temp *t) {
     free(t->shared.x);
     free(t->logits);
     free(t->expert);
+    free(t->state);
+    free(t->draft.x);
 }
 
 static float *floats(size_t rows, int width) {
@@ -176,6 +188,8 @@ static int make_scratch(st_model *m, st_net *p, st_error *err) {
     p->u = floats(R, p->channels > kv ? p->channels : kv);
     p->c = floats(R, wide);
     p->z = floats(R, p->values);
+    p->decay = floats(R, p->hv);
+    p->beta = floats(R, p->hv);
     p->cos = floats(R, p->n_rot / 2);
     p->sin = floats(R, p->n_rot / 2);
     p->gate_rows = floats(R * (size_t)p->used, p->ff);
@@ -184,8 +198,8 @@ static int make_scratch(st_model *m, st_net *p, st_error *err) {
     p->up_shared = floats(R, single);
     p->moe = floats(R, p->E);
     p->small = calloc((size_t)p->members, sizeof *p->small);
-    p->next = calloc((size_t)p->n_layers, sizeof *p->next);
-    int bad = !p->rows || !p->x || !p->u || !p->c || !p->z || !p->cos || !p->sin || !p->gate_rows || !p->up_rows || !p->gate_shared ||
+    p->next = calloc((size_t)p->n_layers + 1, sizeof *p->next); /* the last: the drafter */
+    int bad = !p->rows || !p->x || !p->u || !p->c || !p->z || !p->decay || !p->beta || !p->cos || !p->sin || !p->gate_rows || !p->up_rows || !p->gate_shared ||
               !p->up_shared || !p->moe || !p->small || !p->next || temp_new(m->kernels, p, &p->large, m->max_rows);
     for (int i = 0; !bad && i < p->members; i++) bad = temp_new(m->kernels, p, &p->small[i], ST_SMALL_ROWS);
     return bad ? st_fail(err, "no_memory", "no memory for windows of %d rows", m->max_rows) : 0;
@@ -214,6 +228,9 @@ int st_net_finish(st_model *m, st_net *p, st_error *err) {
     m->shape.head_dim = p->hd;
     m->shape.state_floats = (size_t)p->hv * (size_t)(p->d * p->d);
     m->shape.conv_floats = (size_t)(ST_TAPS - 1) * (size_t)p->channels;
+    m->shape.draft_row_floats = (size_t)(2 * p->channels + 2 * p->hv);
+    m->shape.n_embd = p->E;
+    m->shape.drafter = p->draft != NULL;
     return make_scratch(m, p, err);
 }
 
@@ -222,7 +239,8 @@ void st_net_release(st_model *m) {
     if (!p) return;
     free(p->inv_freq);
     free(p->layers);
-    float *all[] = {p->x, p->u, p->c, p->z, p->cos, p->sin, p->gate_rows, p->up_rows, p->gate_shared, p->up_shared, p->moe};
+    free(p->draft);
+    float *all[] = {p->x, p->u, p->c, p->z, p->decay, p->beta, p->cos, p->sin, p->gate_rows, p->up_rows, p->gate_shared, p->up_shared, p->moe};
     for (size_t i = 0; i < sizeof all / sizeof *all; i++) free(all[i]);
     free(p->rows);
     temp_free(&p->large);

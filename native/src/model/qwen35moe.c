@@ -26,6 +26,19 @@ static void forward(st_model *m, const st_window *w, int member, int size) {
     st_stage_head(&c);
 }
 
+/* The MTP block: an ordinary attention block whose input joins the next token with the hidden state before it. */
+static void draft(st_model *m, const st_draft *d, int member, int size) {
+    st_pass c;
+    st_pass_start_draft(&c, m, d, member, size);
+    const st_layer *l = c.p->draft;
+    st_stage_draft_begin(&c, d);
+    st_stage_norm(&c, l->attn_norm);
+    st_stage_attention(&c, l);
+    st_stage_norm(&c, l->post_norm);
+    st_stage_experts(&c, l);
+    st_stage_draft_head(&c, d);
+}
+
 /* Which layers are recurrent: a flag for each block, else every layer but the interval-th. */
 static int layer_kinds(st_model *m, st_net *p, st_error *err) {
     int interval, n = p->n_layers;
@@ -49,6 +62,21 @@ static int layer_kinds(st_model *m, st_net *p, st_error *err) {
     return have < 0 ? -1 : 0;
 }
 
+static int load_block(const st_loader *L, st_layer *l) {
+    return st_load_vec(L, "attn_norm.weight", L->p->E, 1, &l->attn_norm) || st_load_vec(L, "post_attention_norm.weight", L->p->E, 1, &l->post_norm) ||
+           (l->recurrent ? st_load_delta_net(L, l) : st_load_attention(L, l)) || st_load_experts(L, l);
+}
+
+/* The first MTP block behind the trunk, when the file has one. Further blocks are not used. */
+static int load_drafter(st_model *m, st_net *p, st_error *err) {
+    st_loader L = {m, p, err, p->n_layers};
+    char name[64];
+    snprintf(name, sizeof name, "blk.%d.nextn.eh_proj.weight", p->n_layers);
+    if (!st_weights_has(m->weights, name)) return 0;
+    if (!(p->draft = calloc(1, sizeof *p->draft))) return st_fail(err, "no_memory", "no memory for the MTP block");
+    return load_block(&L, p->draft) || st_load_draft(&L);
+}
+
 static int load(st_model *m, st_error *err) {
     st_net *p = st_net_new(m, err);
     if (!p) return -1;
@@ -56,14 +84,10 @@ static int load(st_model *m, st_error *err) {
     if (st_load_attention_keys(m, p, err) || st_load_delta_net_keys(m, p, err) || st_load_expert_keys(m, p, err) ||
         st_net_layers(m, p, err) || layer_kinds(m, p, err) || st_load_globals(m, p, err))
         return -1;
-    for (int i = 0; i < p->n_layers; i++) {
-        st_layer *l = &p->layers[i];
-        st_loader L = {m, p, err, i};
-        if (st_load_vec(&L, "attn_norm.weight", p->E, 1, &l->attn_norm) || st_load_vec(&L, "post_attention_norm.weight", p->E, 1, &l->post_norm) ||
-            (l->recurrent ? st_load_delta_net(&L, l) : st_load_attention(&L, l)) || st_load_experts(&L, l))
-            return -1;
-    }
+    for (int i = 0; i < p->n_layers; i++)
+        if (load_block(&(st_loader){m, p, err, i}, &p->layers[i])) return -1;
+    if (load_drafter(m, p, err)) return -1;
     return st_net_finish(m, p, err);
 }
 
-const st_arch st_arch_qwen35moe = {"qwen35moe", load, forward, st_net_release};
+const st_arch st_arch_qwen35moe = {.name = "qwen35moe", .load = load, .forward = forward, .draft = draft, .settle = st_net_settle, .release = st_net_release};
