@@ -8,7 +8,7 @@ JOBS    ?= $(shell nproc)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build run test lint clean
+.PHONY: help venv build run test test-exact sanitize lint clean
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -32,7 +32,19 @@ run: build ## start stratad on the embedded model at LISTEN (127.0.0.1:8080)
 	@$(BIN)/python -m stratad.tools.run --listen '$(LISTEN)' $(if $(MODEL),--model '$(MODEL)')
 
 test: build ## run every test that needs no GPU
-	$(BIN)/python -m pytest -n $(JOBS) tests
+	$(BIN)/python -m pytest -n $(JOBS) -m 'not slow' tests
+
+test-exact: build ## the whole exactness suite, heavy variants included
+	$(BIN)/python -m pytest -n $(JOBS) tests/exactness tests/native -m 'slow or not slow'
+
+comma := ,
+SANITIZE ?= address,undefined
+SANITIZED := build/sanitize-$(subst $(comma),-,$(SANITIZE))
+sanitize: build ## build the engine with SANITIZE=address,undefined (or thread) and drive it through its tests
+	cmake -S native -B $(SANITIZED) -DCMAKE_BUILD_TYPE=RelWithDebInfo -DSTRATA_SANITIZE=$(SANITIZE) \
+	  -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DSKBUILD_SCRIPTS_DIR=bin
+	cmake --build $(SANITIZED) --target strata-engine
+	STRATA_ENGINE=$(abspath $(SANITIZED))/strata-engine $(BIN)/python -m pytest tests/native -k 'model or protocol or options'
 
 lint: build ## ruff, mypy
 	$(BIN)/ruff check .

@@ -75,7 +75,7 @@ Event = Progress | Token | Done
 
 
 class Generation(Protocol):
-    """A running or queued answer. Iterate it for events; it ends after `Done` or raises `stratad.errors.StrataError`."""
+    """A running or queued answer. Iterate it for events; it ends after `Done` or raises `errors.StrataError`."""
 
     def __aiter__(self) -> AsyncIterator[Event]: ...
 

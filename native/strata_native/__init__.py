@@ -5,19 +5,24 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
-ffi: Any
-lib: Any
 
-try:
-    from strata_native._api import ffi, lib
-except ImportError as api_missing:  # built without Python's headers: the same declarations in ABI mode
+def _load() -> tuple[Any, Any]:
+    """The compiled extension or, where it was built without Python's headers, the same declarations in ABI mode."""
     try:
-        from strata_native._abi import ffi
-    except ImportError:
-        raise ImportError(f"strata_native is not built (run `make build`): {api_missing}") from api_missing
-    lib = ffi.dlopen(str(Path(ffi.__file__ if hasattr(ffi, "__file__") else __file__).parent / "libstrata.so"))
+        api = importlib.import_module("strata_native._api")
+        return api.ffi, api.lib
+    except ImportError as api_missing:
+        try:
+            abi = importlib.import_module("strata_native._abi")
+        except ImportError:
+            raise ImportError(f"strata_native is not built (run `make build`): {api_missing}") from api_missing
+        return abi.ffi, abi.ffi.dlopen(str(Path(abi.__file__ or "").with_name("libstrata.so")))
+
+
+ffi, lib = _load()
 
 __all__ = ["ffi", "lib"]

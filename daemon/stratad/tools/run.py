@@ -61,7 +61,8 @@ def ask(url: str, question: str) -> None:
 
 def show_next_steps(url: str) -> None:
     """The lines a newcomer types next."""
-    body = json.dumps({"messages": [{"role": "user", "content": "My name is Zara. What is 12 plus 30?"}], "stream": True})
+    question = {"role": "user", "content": "My name is Zara. What is 12 plus 30?"}
+    body = json.dumps({"messages": [question], "stream": True})
     print(f"Strata is serving at {url}. From another terminal:\n")
     print(f"  curl -N {url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'\n")
     print("  .venv/bin/stratactl status\n")
