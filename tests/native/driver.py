@@ -1,6 +1,7 @@
 """A running `strata-engine` as a Python object: send lines, take lines, generate.
 
-`STRATA_ENGINE` names another program (a sanitizer build); `STRATA_PATIENCE` multiplies every timeout for a slow one.
+`STRATA_ENGINE` names another program (a sanitizer build); `STRATA_PATIENCE` multiplies every limit of
+time and memory for a slow one.
 """
 
 from __future__ import annotations
