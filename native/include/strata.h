@@ -313,6 +313,27 @@ enum st_math_op { ST_MATH_EXP = 0, ST_MATH_LOG = 1, ST_MATH_SIN = 2, ST_MATH_COS
 /* y[i] = op(a[i]) or, for ST_MATH_POW, a[i]^b[i] (b is not read otherwise). Errors: bad_range (unknown op). */
 ST_API int st_math_d(int op, const double *a, const double *b, int n, double *y, st_error *err);
 
+/* ---- evaluation: logits of a token sequence, in-process (eval.c) ------------------------------------------------- */
+
+typedef struct st_eval st_eval;
+
+typedef struct st_eval_options {
+    const char *path; /* GGUF model */
+    const char *isa;  /* NULL: the best here */
+    int kv;           /* enum st_kv_type */
+    int threads;      /* 0: one per processor */
+    int max_rows;     /* tokens of a window, 1..4096 (0: 512); any value gives the same bits */
+} st_eval_options;
+
+/* Load a model. Errors: those of a model's loading, usage. */
+ST_API int st_eval_open(const st_eval_options *options, st_eval **out, st_error *err);
+ST_API void st_eval_close(st_eval *e); /* NULL is fine */
+ST_API int st_eval_vocab(const st_eval *e);
+ST_API int st_eval_context(const st_eval *e); /* the longest sequence */
+/* Read ids[0..n) from an empty session; out[i - want_from][vocab] = logits after token i, for i in want_from..n-1.
+ * Errors: context_full, token_range, bad_range, pool_full. One call at a time. */
+ST_API int st_eval_logits(st_eval *e, const int32_t *ids, int n, int want_from, float *out, st_error *err);
+
 /* ---- the line protocol's requests -------------------------------------------------------------------------------- */
 
 enum st_command {
