@@ -1,0 +1,220 @@
+"""What was measured, as data, as JSON and as Markdown."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.bench.spread import Series, Spread
+
+FORMAT = 1
+NONE = "-"  # a cell without a figure
+PARTS = ("engine", "slots", "http", "daemon")
+METHOD = (
+    "Ratio = Strata / peer, pair by pair: median (least to greatest). ↓ marks figures of which less is better. "
+    "Engine is compared with llama-bench and llama-batched-bench, HTTP with llama-server."
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of both sides."""
+
+    title: str
+    unit: str
+    ours: Spread | None
+    peer: Spread | None = None
+    ratio: Spread | None = None
+    lower_is_better: bool = False
+    disturbed: bool = False  # others used the machine while it was measured
+
+    @classmethod
+    def of(cls, series: Series, metric: str, title: str, unit: str, *, lower_is_better: bool = False) -> Row:
+        """The row of one metric of a series."""
+        spreads = series.ours(metric), series.peer(metric), series.ratio(metric)
+        return cls(title, unit, *spreads, lower_is_better=lower_is_better, disturbed=series.disturbed)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel beside what the processor can do, both measured in the same minute with one thread."""
+
+    name: str
+    gbytes: Spread  # GB/s of weights read
+    gops: Spread  # 1e9 integer operations a second, a multiply-add being two
+    of_bandwidth: Spread | None  # share of the bandwidth of data as large as the kernel's
+    of_peak: Spread | None  # share of the integer peak
+
+
+@dataclass
+class ModelReport:
+    """Everything about one model."""
+
+    name: str
+    size_mib: float
+    engine: list[Row] = field(default_factory=list)
+    slots: list[Row] = field(default_factory=list)
+    http: list[Row] = field(default_factory=list)
+    daemon: list[Row] = field(default_factory=list)  # stratad beside Strata's own engine, and what it costs
+
+    @property
+    def rows(self) -> list[Row]:
+        """The rows of all sections."""
+        return [*self.engine, *self.slots, *self.http, *self.daemon]
+
+
+@dataclass
+class Report:
+    """A whole run."""
+
+    facts: dict[str, str]
+    quick: bool = False
+    models: list[ModelReport] = field(default_factory=list)
+    limits: dict[str, Spread] = field(default_factory=dict)  # what probe.c measured
+    kernels: list[Kernel] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)  # what was not measured, and why
+
+    def to_json(self) -> str:
+        """The report as JSON text."""
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)}, indent=1) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """The opposite of `to_json`. Raises ValueError for another format."""
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.get("format") != FORMAT:
+            raise ValueError(f"not a bench report of format {FORMAT}")
+        models = [
+            ModelReport(m["name"], m["size_mib"], *([_row(row) for row in m[part]] for part in PARTS))
+            for m in data["models"]
+        ]
+        limits = {name: Spread(**value) for name, value in data["limits"].items()}
+        kernels = [_kernel(kernel) for kernel in data["kernels"]]
+        return cls(data["facts"], data["quick"], models, limits, kernels, data["missing"])
+
+
+def _spread(data: Mapping[str, Any] | None) -> Spread | None:
+    return None if data is None else Spread(**data)
+
+
+def _row(data: Mapping[str, Any]) -> Row:
+    return Row(**{**data, **{name: _spread(data[name]) for name in ("ours", "peer", "ratio")}})
+
+
+def _kernel(data: Mapping[str, Any]) -> Kernel:
+    names = ("gbytes", "gops", "of_bandwidth", "of_peak")
+    return Kernel(**{**data, **{name: _spread(data[name]) for name in names}})
+
+
+def number(value: float) -> str:
+    """About three digits, and whole numbers from 100 on; never an exponent."""
+    if abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+def value_cell(spread: Spread | None) -> str:
+    """The median, as a cell."""
+    return NONE if spread is None else number(spread.median)
+
+
+def ratio_cell(spread: Spread | None) -> str:
+    """`median (least to greatest)`, as a cell."""
+    if spread is None:
+        return NONE
+    return f"**{spread.median:.2f}** ({spread.low:.2f} to {spread.high:.2f})"
+
+
+def share_cell(spread: Spread | None) -> str:
+    """A share in percent, as a cell."""
+    return NONE if spread is None else f"{100 * spread.median:.0f} %"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table; all columns but the first are aligned to the right."""
+    align = ["---"] + ["---:"] * (len(head) - 1)
+    return "\n".join("| " + " | ".join(row) + " |" for row in [head, align, *rows]) + "\n"
+
+
+def _row_cells(row: Row) -> list[str]:
+    title = row.title + (" ↓" if row.lower_is_better else "") + (" ⚠" if row.disturbed else "")
+    count = NONE if row.ours is None else str(row.ours.count)
+    return [title, value_cell(row.ours), value_cell(row.peer), row.unit, ratio_cell(row.ratio), count]
+
+
+def rows_table(rows: Sequence[Row], peer: str) -> str:
+    """The table of one section."""
+    return table(["", "Strata", peer, "unit", "ratio", "pairs"], map(_row_cells, rows))
+
+
+def model_sections(model: ModelReport, level: str) -> list[str]:
+    """The tables of one model, under headings of `level`."""
+    parts = [f"{level} {model.name} ({model.size_mib:.0f} MiB)\n"]
+    sections = (
+        ("The engine beside llama-bench", "llama-bench", model.engine),
+        ("Several sequences, the engine beside llama-batched-bench", "llama-batched-bench", model.slots),
+        ("HTTP, stratad beside llama-server", "llama-server", model.http),
+        ("The daemon by itself, and beside Strata's engine without it", "engine alone", model.daemon),
+    )
+    for title, peer, rows in sections:
+        if rows:
+            parts.append(f"{title}:\n\n{rows_table(rows, peer)}")
+    return parts
+
+
+def facts_line(report: Report) -> str:
+    """The facts in one line."""
+    return "; ".join(f"{name}: {value}" for name, value in report.facts.items()) + (
+        "; quick mode" if report.quick else ""
+    )
+
+
+def disturbed(report: Report) -> bool:
+    """Whether any row was measured in company."""
+    return any(row.disturbed for model in report.models for row in model.rows)
+
+
+def kernel_part(report: Report) -> str:
+    """What the processor can do, and what the kernels make of it."""
+    limits = table(
+        ["limit", "measured", "least to greatest"],
+        ([name, number(s.median), f"{number(s.low)} to {number(s.high)}"] for name, s in report.limits.items()),
+    )
+    if not report.kernels:
+        return limits
+    rows = (
+        [k.name, number(k.gbytes.median), share_cell(k.of_bandwidth), number(k.gops.median), share_cell(k.of_peak)]
+        for k in report.kernels
+    )
+    return limits + "\n" + table(["kernel, 1 thread", "GB/s", "of bandwidth", "GOP/s", "of int8 peak"], rows)
+
+
+def notes(report: Report) -> list[str]:
+    """What a reader must know to judge the tables."""
+    parts = [METHOD + "\n", facts_line(report) + ".\n"]
+    if disturbed(report):
+        parts.append("⚠ other programs used the machine meanwhile; take these ratios with care.\n")
+    if report.missing:
+        parts.append("Not measured:\n\n" + "".join(f"- {reason}\n" for reason in report.missing))
+    return parts
+
+
+def markdown(report: Report) -> str:
+    """The whole report."""
+    parts = ["# Strata beside llama.cpp\n", "![Ratios](latest.svg)\n"]
+    for model in report.models:
+        parts += model_sections(model, "##")
+    if report.limits:
+        parts.append("## Kernels beside what the processor can do\n\n" + kernel_part(report))
+    return "\n".join(parts + notes(report))
+
+
+def readme_section(report: Report) -> str:
+    """The part for the README: no kernels."""
+    parts = ["![Strata beside llama.cpp](tests/bench/results/latest.svg)\n"]
+    for model in report.models:
+        parts += model_sections(model, "###")
+    return "\n".join(parts + notes(report))

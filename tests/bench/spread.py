@@ -1,0 +1,146 @@
+"""The arithmetic of the bench: spreads, ratios, and pairs measured in turns."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+Sample = Mapping[str, float]
+"""What one turn of one side brought: metric -> value."""
+
+Side = Callable[[int], Sample]
+"""Measures one turn; the argument counts the turns, so that prompts can differ from turn to turn."""
+
+QUIET = 0.10
+"""Share of the machine that others may have used during a pair that counts as undisturbed."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The least, the median and the greatest of `count` values."""
+
+    low: float
+    median: float
+    high: float
+    count: int
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread | None:
+        """The spread of `values`, or None where there are none."""
+        ordered = sorted(values)
+        if not ordered:
+            return None
+        return cls(ordered[0], statistics.median(ordered), ordered[-1], len(ordered))
+
+    @property
+    def width(self) -> float:
+        """Greatest by least: 1 where all values are equal; infinite where the least is not above 0."""
+        return self.high / self.low if self.low > 0 else float("inf")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One turn of each side, taken one right after the other."""
+
+    ours: Sample
+    peer: Sample | None
+    foreign: float  # share of the machine that other programs and the hypervisor took meanwhile, 0..1
+
+    @property
+    def quiet(self) -> bool:
+        """Whether this pair can be trusted."""
+        return self.foreign <= QUIET
+
+    def ratio(self, metric: str) -> float | None:
+        """Ours by the peer's; None where a side is missing or the peer's is not above 0."""
+        if self.peer is None or metric not in self.ours or self.peer.get(metric, 0.0) <= 0:
+            return None
+        return self.ours[metric] / self.peer[metric]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How often to measure."""
+
+    pairs: int = 5  # undisturbed ones that are wanted
+    most: int = 12  # tries, when pairs are disturbed or spread widely
+    wide: float = 1.15  # greatest by least ratio beyond which more pairs are taken
+    quiet_wait_s: float = 20.0  # how long to wait before a pair for others to become quiet
+
+
+class Watch(Protocol):
+    """Sees what the rest of the machine does (`machine.Company`)."""
+
+    def wait_for_quiet(self, limit_s: float) -> None:
+        """Return when others are quiet, or after `limit_s`."""
+
+    def start(self) -> None:
+        """Begin to count."""
+
+    def foreign_share(self) -> float:
+        """What others took of the machine since `start`, 0..1."""
+
+
+@dataclass
+class Series:
+    """The pairs of one comparison."""
+
+    wanted: int
+    pairs: list[Pair] = field(default_factory=list)
+
+    @property
+    def counted(self) -> list[Pair]:
+        """The undisturbed pairs if there are as many as wanted, else all: company is then part of the result."""
+        quiet = [pair for pair in self.pairs if pair.quiet]
+        return quiet if len(quiet) >= self.wanted else self.pairs
+
+    @property
+    def disturbed(self) -> bool:
+        """Whether disturbed pairs had to be counted."""
+        return any(not pair.quiet for pair in self.counted)
+
+    def ours(self, metric: str) -> Spread | None:
+        """Our values."""
+        return Spread.of(pair.ours[metric] for pair in self.counted if metric in pair.ours)
+
+    def peer(self, metric: str) -> Spread | None:
+        """The peer's values."""
+        return Spread.of(pair.peer[metric] for pair in self.counted if pair.peer and metric in pair.peer)
+
+    def ratio(self, metric: str) -> Spread | None:
+        """Ours by the peer's, pair by pair: what slows both cancels."""
+        return Spread.of(r for pair in self.counted if (r := pair.ratio(metric)) is not None)
+
+    def wide(self, limit: float, metrics: Sequence[str]) -> bool:
+        """Whether any of `metrics` spreads beyond `limit`: its ratios, or our values where there is no peer."""
+        spreads = (self.ratio(metric) or self.ours(metric) for metric in metrics)
+        return any(spread is not None and spread.width > limit for spread in spreads)
+
+
+def take_turns(ours: Side, peer: Side | None, plan: Plan, watch: Watch, metrics: Sequence[str]) -> Series:
+    """Measure pairs until `plan` is fulfilled; `metrics` are those whose spread decides about more."""
+    series = Series(plan.pairs)
+    while not _enough(series, plan, metrics):
+        turn = len(series.pairs)
+        watch.wait_for_quiet(plan.quiet_wait_s)
+        watch.start()
+        if peer is None:
+            mine, theirs = ours(turn), None
+        elif turn % 2 == 0:
+            mine = ours(turn)
+            theirs = peer(turn)
+        else:  # the other way round, so that a steady drift favours neither
+            theirs = peer(turn)
+            mine = ours(turn)
+        series.pairs.append(Pair(mine, theirs, watch.foreign_share()))
+    return series
+
+
+def _enough(series: Series, plan: Plan, metrics: Sequence[str]) -> bool:
+    if len(series.pairs) >= plan.most:
+        return True
+    if sum(pair.quiet for pair in series.pairs) < plan.pairs:
+        return False
+    return not series.wide(plan.wide, metrics)
