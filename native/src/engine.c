@@ -265,9 +265,12 @@ static void refuse_line(void *arg, const char *why) {
 
 /* ---- a window: who takes part ------------------------------------------------------------------------------- */
 
-/* Room for positions below `upto`, if need be at the cost of what is only kept: checkpoints, then idle slots. */
-static int make_room(engine *e, st_slot *t, int upto) {
+/* Room for positions below `upto`, if need be at the cost of what is only kept: checkpoints, then idle slots. `modest`:
+ * only what takes no block. */
+static int make_room(engine *e, st_slot *t, int upto, int modest) {
     st_error err;
+    const st_session *s = t->session;
+    if (modest && (upto > s->n_blocks * 64 || (s->n % 64 && st_pool_users(s->blocks[s->n / 64]) > 1))) return -1;
     for (;;) {
         if (!st_session_reserve(t->session, upto, e->drafting, &err)) return 0;
         if (st_cache_shrink(e->cache, t->session)) continue;
@@ -282,14 +285,15 @@ static int make_room(engine *e, st_slot *t, int upto) {
 }
 
 /* The window's view of a slot; a decoding slot must have room for its rows, else it waits parked. */
-static st_view view_of(engine *e, st_slot *t, double now) {
+static st_view view_of(engine *e, st_slot *t, double now, int modest) {
     st_view v = {0};
     if (t->state == ST_SLOT_DECODING) {
         int room = e->m->shape.max_context - t->session->n;
         if (1 + t->n_draft > room) t->n_draft = room - 1;
-        t->parked = make_room(e, t, t->session->n + 1 + t->n_draft) != 0;
+        t->parked = make_room(e, t, t->session->n + 1 + t->n_draft, modest) != 0;
         v.decoding = t->parked ? 0 : 1 + t->n_draft;
     } else if (t->state == ST_SLOT_READING) {
+        t->parked = 0;
         v.reading = t->n_ids - t->session->n;
         v.until_cut = st_slot_until_cut(t);
         v.waited_ms = now - t->last_rows;
@@ -381,17 +385,13 @@ static int verify(engine *e, st_slot *t, const float *logits, int rows) {
 
 static const char *end_word(int code) { return code == 1 ? "stop" : code == 2 ? "cancel" : "length"; }
 
-/* Prompt rows have been read: checkpoint at a cut; the first token when all is read. */
+/* Prompt rows have been read; the first token when all are. */
 static void after_reading(engine *e, st_slot *t, const float *logits, int n) {
     double now = now_ms();
     st_error err = {0};
     t->last_rows = now;
     e->prompt_tokens += (uint64_t)n;
     if (t->n_ids == t->n_prompt) st_slot_say_progress(t, now);
-    while (t->next_cut < t->n_cuts && t->cuts[t->next_cut].at <= t->session->n) {
-        if (t->cuts[t->next_cut].at == t->session->n) st_cache_put(e->cache, t->session, t->cuts[t->next_cut].flags);
-        t->next_cut++;
-    }
     if (t->session->n < t->n_ids) return;
     t->state = ST_SLOT_DECODING;
     if (!t->read_ms) { /* not read again after parking */
@@ -406,7 +406,14 @@ static void after_reading(engine *e, st_slot *t, const float *logits, int n) {
         }
     }
     verify(e, t, logits, 1);
-    if (t->state == ST_SLOT_DECODING && t->n_draft < 0) finish(e, t, end_word(t->stop));
+}
+
+/* A reading slot that stands at a cut: its state is kept as a checkpoint. */
+static void checkpoint(engine *e, st_slot *t) {
+    while (t->state == ST_SLOT_READING && t->next_cut < t->n_cuts && t->cuts[t->next_cut].at <= t->session->n) {
+        if (t->cuts[t->next_cut].at == t->session->n) st_cache_put(e->cache, t->session, t->cuts[t->next_cut].flags);
+        t->next_cut++;
+    }
 }
 
 /* ---- drafts ------------------------------------------------------------------------------------------------- */
@@ -468,35 +475,42 @@ static void choose_depths(engine *e, int *depth) {
     }
 }
 
-/* The drafter after a window: rows from target states for the tokens that stay, then the drafts of the next window.
- * first: the run's first row in the window; kept: its rows that stay. */
-static void run_drafter(engine *e, st_slot *const *who, const st_run *runs, const int *first, const int *kept, int n) {
+/* ---- a window ----------------------------------------------------------------------------------------------- */
+
+typedef struct members {
+    st_slot *slot[ST_MAX_SLOTS + 1];
+    st_run run[ST_MAX_SLOTS + 1];
+    int first[ST_MAX_SLOTS + 1], kept[ST_MAX_SLOTS + 1], logit[ST_MAX_SLOTS + 1]; /* first row; rows that stay; first wanted row */
+    int n, rows, prompt_rows, decoders;
+} members;
+
+/* The drafter after a window: rows from target states for the tokens that stay, then the drafts of the next window. */
+static void run_drafter(engine *e, const members *w) {
     enum { MOST = 4096 + ST_MAX_SLOTS + 1 };
     static st_draft_row rows[MOST];
-    static float before[(ST_MAX_SLOTS + 1)][1]; /* marks only; hidden states live in the sessions */
     int depth[ST_MAX_SLOTS + 1], want[ST_MAX_SLOTS + 1], n_rows = 0, passes = 0;
     drafting d = {.n = 0};
     double start = now_ms();
-    (void)before;
     choose_depths(e, depth);
     if (e->worth > 0) e->worth--;
     size_t E = (size_t)e->m->n_embd;
-    for (int i = 0; i < n; i++) {
-        st_slot *t = who[i];
-        st_session *s = runs[i].session;
-        int at = (int)(t - e->slots), base = s->n - kept[i]; /* s->n already counts what stays */
+    for (int i = 0; i < w->n; i++) {
+        st_slot *t = w->slot[i];
+        st_session *s = w->run[i].session;
+        if (!w->kept[i] || t->n_draft < 0) continue; /* failed, ended */
+        int at = (int)(t - e->slots), base = s->n - w->kept[i]; /* s->n already counts what stays */
         int drafts = depth[at], fill = drafts || (t->state == ST_SLOT_READING && e->worth > 0);
         if (!fill || !draft_room(t, s->n + 1 + drafts)) continue;
-        for (int j = 0; j < kept[i]; j++) {
+        for (int j = 0; j < w->kept[i]; j++) {
             int pos = base + j;
             if (pos < s->drafted) continue; /* already there: the first draft step of the last round */
-            const float *h = j ? e->hidden + (size_t)(first[i] + j - 1) * E : pos ? s->hidden : NULL;
-            rows[n_rows++] = (st_draft_row){s, pos, runs[i].ids[j], h};
+            const float *h = j ? e->hidden + (size_t)(w->first[i] + j - 1) * E : pos ? s->hidden : NULL;
+            rows[n_rows++] = (st_draft_row){s, pos, w->run[i].ids[j], h};
         }
         if (s->drafted >= base) s->drafted = s->n;
         if (!drafts) continue;
         want[d.n] = n_rows;
-        rows[n_rows++] = (st_draft_row){s, s->n, t->ids[s->n], e->hidden + (size_t)(first[i] + kept[i] - 1) * E};
+        rows[n_rows++] = (st_draft_row){s, s->n, t->ids[s->n], e->hidden + (size_t)(w->first[i] + w->kept[i] - 1) * E};
         if (s->drafted == s->n) s->drafted++;
         t->n_draft = 0;
         d.slot[d.n] = t;
@@ -515,41 +529,48 @@ static void run_drafter(engine *e, st_slot *const *who, const st_run *runs, cons
             rows[n_rows++] = (st_draft_row){t->session, t->session->n + t->n_draft, t->ids[t->n_ids + t->n_draft - 1], e->draft_hidden + (size_t)i * E};
         }
     }
-    for (int i = 0; i < n; i++) /* the hidden state that the next window's first row stands on */
-        memcpy(runs[i].session->hidden, e->hidden + (size_t)(first[i] + kept[i] - 1) * E, E * sizeof(float));
-    if (passes && n == 1 && kept[0] <= ST_MAX_DRAFTS + 1) st_spec_count_drafts(&e->cost, passes, now_ms() - start);
+    int prompt = 0;
+    for (int i = 0; i < w->n; i++) prompt |= w->kept[i] > ST_MAX_DRAFTS + 1;
+    if (passes && !prompt) st_spec_count_drafts(&e->cost, passes, now_ms() - start);
 }
 
-/* ---- a window ----------------------------------------------------------------------------------------------- */
+/* Slots by the begin of their requests: when room is short the older one gets it, so that somebody always gets on. */
+static void oldest_first(const engine *e, int *order) {
+    for (int i = 0; i < e->n_all; i++) {
+        int at = i;
+        for (; at > 0 && e->slots[order[at - 1]].start > e->slots[i].start; at--) order[at] = order[at - 1];
+        order[at] = i;
+    }
+}
 
-typedef struct members {
-    st_slot *slot[ST_MAX_SLOTS + 1];
-    st_run run[ST_MAX_SLOTS + 1];
-    int first[ST_MAX_SLOTS + 1], kept[ST_MAX_SLOTS + 1], logit[ST_MAX_SLOTS + 1]; /* first row; rows that stay; first wanted row */
-    int n, rows, prompt_rows, decoders;
-} members;
-
-/* Choose the rows of the next window and make room for them. */
+/* Choose the rows of the next window and make room for them. Once an older slot has found none, younger ones take no
+ * further block. */
 static void gather(engine *e, members *w) {
     st_view view[ST_MAX_SLOTS + 1];
-    int rows[ST_MAX_SLOTS + 1];
+    int rows[ST_MAX_SLOTS + 1], order[ST_MAX_SLOTS + 1], short_of_room = 0;
     double now = now_ms();
     *w = (members){0};
-    for (int i = 0; i < e->n_all; i++) view[i] = view_of(e, &e->slots[i], now);
+    oldest_first(e, order);
+    for (int i = 0; i < e->n_all; i++) {
+        st_slot *t = &e->slots[order[i]];
+        view[order[i]] = view_of(e, t, now, short_of_room);
+        short_of_room |= t->parked;
+    }
     st_window_plan(&e->pace, view, e->n_all, rows);
     for (int i = 0; i < e->n_all; i++) {
-        st_slot *t = &e->slots[i];
-        if (!rows[i]) continue;
+        st_slot *t = &e->slots[order[i]];
+        if (!rows[order[i]]) continue;
         int reading = t->state == ST_SLOT_READING;
         if (reading) {
-            t->parked = make_room(e, t, t->session->n + rows[i]) != 0;
+            t->parked = make_room(e, t, t->session->n + rows[order[i]], short_of_room) != 0;
+            short_of_room |= t->parked;
             if (t->parked) continue;
         }
         w->slot[w->n] = t;
         w->first[w->n] = w->rows;
-        w->run[w->n++] = (st_run){t->session, t->ids + t->session->n, rows[i], reading ? rows[i] : 1};
-        w->rows += rows[i];
-        w->prompt_rows += reading ? rows[i] : 0;
+        w->run[w->n++] = (st_run){t->session, t->ids + t->session->n, rows[order[i]], reading ? rows[order[i]] : 1};
+        w->rows += rows[order[i]];
+        w->prompt_rows += reading ? rows[order[i]] : 0;
         w->decoders += !reading;
     }
 }
@@ -564,6 +585,26 @@ static int wanted(const members *w, int *want, int *logit) {
         for (int j = from; j < w->run[i].n; j++) want[n++] = w->first[i] + j;
     }
     return n;
+}
+
+/* What a window has made of one run: tokens said, rows that stay (none when the request failed). */
+static void settle_run(engine *e, members *w, int i) {
+    st_slot *t = w->slot[i];
+    const float *logits = e->logits + (size_t)w->logit[i] * (size_t)e->m->n_vocab;
+    int rows = w->run[i].n, drafts = rows - w->run[i].certain;
+    t->n_draft = 0;
+    if (t->state == ST_SLOT_READING) {
+        st_model_keep(&w->run[i], w->kept[i] = rows);
+        after_reading(e, t, logits, rows);
+    } else {
+        w->kept[i] = verify(e, t, logits, rows);
+        if (t->state == ST_SLOT_DECODING) st_model_keep(&w->run[i], w->kept[i]);
+    }
+    if (drafts) {
+        t->offered += (uint64_t)drafts;
+        st_acceptance_count(&t->acceptance, drafts, w->kept[i] - 1);
+    }
+    if (t->state == ST_SLOT_IDLE) w->kept[i] = 0;
 }
 
 static void window(engine *e) {
@@ -584,36 +625,16 @@ static void window(engine *e) {
     e->rows += (uint64_t)w.rows;
     st_pace_account(&e->pace, e->window_ms, w.prompt_rows, w.rows, w.decoders);
     if (!w.prompt_rows) st_spec_count_window(&e->cost, w.rows, e->window_ms);
+    for (int i = 0; i < w.n; i++) settle_run(e, &w, i);
+    if (e->drafting) run_drafter(e, &w);
     for (int i = 0; i < w.n; i++) {
         st_slot *t = w.slot[i];
-        const float *logits = e->logits + (size_t)w.logit[i] * (size_t)e->m->n_vocab;
-        if (t->state == ST_SLOT_READING) {
-            w.kept[i] = w.run[i].n;
-            st_model_keep(&w.run[i], w.kept[i]);
-            after_reading(e, t, logits, w.run[i].n);
-            continue;
-        }
-        int drafts = w.run[i].n - 1;
-        t->n_draft = 0;
-        w.kept[i] = verify(e, t, logits, w.run[i].n);
-        if (drafts) {
-            t->offered += (uint64_t)drafts;
-            st_acceptance_count(&t->acceptance, drafts, w.kept[i] - 1);
-        }
-        if (t->state != ST_SLOT_DECODING) continue; /* failed */
-        st_model_keep(&w.run[i], w.kept[i]);
+        if (!w.kept[i]) continue; /* failed */
+        if (e->drafting) /* what the next window's first drafter row stands on */
+            memcpy(t->session->hidden, e->hidden + (size_t)(w.first[i] + w.kept[i] - 1) * (size_t)e->m->n_embd, (size_t)e->m->n_embd * sizeof(float));
+        checkpoint(e, t);
         if (t->n_draft < 0) finish(e, t, end_word(t->stop));
     }
-    if (!e->drafting) return;
-    members live = {0}; /* finished slots draft no more */
-    for (int i = 0; i < w.n; i++) {
-        if (w.slot[i]->state == ST_SLOT_IDLE || w.run[i].session->n == 0) continue;
-        live.slot[live.n] = w.slot[i];
-        live.run[live.n] = w.run[i];
-        live.first[live.n] = w.first[i];
-        live.kept[live.n++] = w.kept[i];
-    }
-    run_drafter(e, live.slot, live.run, live.first, live.kept, live.n);
 }
 
 /* ---- start and end ------------------------------------------------------------------------------------------ */
