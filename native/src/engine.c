@@ -290,6 +290,7 @@ static st_view view_of(engine *e, st_slot *t, double now, int modest) {
     if (t->state == ST_SLOT_DECODING) {
         int room = e->m->shape.max_context - t->session->n;
         if (1 + t->n_draft > room) t->n_draft = room - 1;
+        if (t->n_draft && make_room(e, t, t->session->n + 1 + t->n_draft, modest)) t->n_draft = 0; /* without drafts it may fit */
         t->parked = make_room(e, t, t->session->n + 1 + t->n_draft, modest) != 0;
         v.decoding = t->parked ? 0 : 1 + t->n_draft;
     } else if (t->state == ST_SLOT_READING) {
@@ -302,26 +303,30 @@ static st_view view_of(engine *e, st_slot *t, double now, int modest) {
     return v;
 }
 
-/* End what was stopped, and reads that give way. */
+/* A read gives way: what it has read stays in its slot, or goes from GEN to the slot named, if that is still idle. */
+static void give_way(engine *e, st_slot *t) {
+    st_slot *to = t->id == HIDDEN ? &e->slots[t->yield - 1] : t;
+    t->yield = 0;
+    if (t->n_ids > t->n_prompt) return; /* it decodes, but for having been parked */
+    if (to != t && to->state != ST_SLOT_IDLE) return;
+    t->req.keep = 1; /* nothing read is lost */
+    st_out_line("YIELDED %d %d", to->id, t->session->n);
+    finish(e, t, "cancel");
+    if (to == t) return;
+    st_session *given = t->session;
+    st_cache_put(e->cache, to->session, 0);
+    t->session = to->session;
+    to->session = given;
+    to->start = t->start;
+}
+
+/* End what was stopped and has no row in the next window that could end it; let reads give way. */
 static void heed_orders(engine *e) {
     for (int i = 0; i < e->n_all; i++) {
         st_slot *t = &e->slots[i];
-        if (t->state != ST_SLOT_READING || (!t->stop && !t->yield)) continue;
-        if (t->yield && !t->stop) {
-            int to = t->id == HIDDEN ? t->yield - 1 : t->id;
-            if (t->id == HIDDEN) { /* the part read goes to the slot named, if that is still idle */
-                st_slot *u = &e->slots[to];
-                if (u->state != ST_SLOT_IDLE) {
-                    t->yield = 0;
-                    continue;
-                }
-                st_session *s = u->session;
-                u->session = t->session;
-                t->session = s;
-            }
-            st_out_line("YIELDED %d %d", to, t->id == HIDDEN ? e->slots[to].session->n : t->session->n);
-        }
-        finish(e, t, "cancel");
+        int rests = t->state == ST_SLOT_READING || (t->state == ST_SLOT_DECODING && t->parked);
+        if (rests && t->stop) finish(e, t, "cancel");
+        else if (t->state == ST_SLOT_READING && t->yield) give_way(e, t);
     }
 }
 
@@ -344,7 +349,7 @@ static void break_deadlock(engine *e) {
     }
     e->parked++;
     st_session_clear(youngest->session);
-    youngest->n_draft = 0;
+    youngest->n_draft = youngest->reused = 0;
     youngest->state = ST_SLOT_READING; /* its prompt and what it has said, without a word of it said again */
 }
 
@@ -486,7 +491,7 @@ typedef struct members {
 
 /* The drafter after a window: rows from target states for the tokens that stay, then the drafts of the next window. */
 static void run_drafter(engine *e, const members *w) {
-    enum { MOST = 4096 + ST_MAX_SLOTS + 1 };
+    enum { MOST = 4096 + (ST_MAX_SLOTS + 1) * (2 + ST_MAX_DRAFTS) };
     static st_draft_row rows[MOST];
     int depth[ST_MAX_SLOTS + 1], want[ST_MAX_SLOTS + 1], n_rows = 0, passes = 0;
     drafting d = {.n = 0};

@@ -58,7 +58,8 @@ int main(int argc, char **argv) {
     signal(SIGPIPE, SIG_IGN);
     st_out_line("INFO engine=%s protocol=%d arithmetic=%d", ST_ENGINE_VERSION, ST_PROTOCOL_VERSION, ST_ARITH_VERSION);
     st_out_flush();
-    st_model_options mo = {.path = o.model, .isa = o.isa, .threads = o.threads, .max_context = o.max_context, .max_rows = o.chunk + o.parallel * (1 + ST_MAX_DRAFTS) + 1,
+    st_model_options mo = {.path = o.model, .isa = o.isa, .threads = o.threads, .max_context = o.max_context, /* Prompt rows, and of each slot its certain row, its drafts, and the drafter's row ahead of them. */
+                           .max_rows = o.chunk + (o.parallel + 1) * (2 + ST_MAX_DRAFTS),
                            .kv = st_kv_find(o.kv), .allow_untrained_context = o.allow_untrained_context, .progress = say_progress, .arg = &said};
     if (st_model_open(&mo, &m, &err)) return give_up(&err);
     st_out_line("INFO arch=%s", m->arch->name);

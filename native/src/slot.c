@@ -73,7 +73,7 @@ void st_slot_prepare(st_slot *t, st_model *m, st_cache *cache) {
     if (c && c->n <= own) c = NULL;
     if (s->n > own) { /* what is given up stays as a checkpoint; nothing is pending between requests */
         st_cache_put(cache, s, 0);
-        c = own || !c ? c : st_cache_find(cache, t->ids, t->n_prompt); /* making room may have dropped it */
+        c = c ? st_cache_find(cache, t->ids, t->n_prompt) : NULL; /* making room may have dropped it */
     }
     if (c && c->n > own) st_checkpoint_restore(s, c);
     else if (own < s->n && own) st_session_cut(s, own);

@@ -11,7 +11,7 @@ void st_pace_init(st_pace *p, int max_rows, double stall_target_ms, double decod
 /* Prompt rows that fit beside decoding slots. The fastest rate seen, not a mean: a mean would shrink with its own effect,
  * since short chunks read more slowly. Before anything is known, a short probe. */
 static int prompt_budget(const st_pace *p, int decode_rows, int decoders) {
-    int left = p->max_rows - decode_rows;
+    int left = p->max_rows;
     if (!decoders) return left;
     double fit = p->best_rows_per_ms > 0 ? p->stall_target_ms * p->best_rows_per_ms - decode_rows : 4.0 * LEAST_PROMPT_ROWS;
     int rows = fit < LEAST_PROMPT_ROWS ? LEAST_PROMPT_ROWS : fit > left ? left : (int)fit;
