@@ -173,6 +173,44 @@ ST_API void st_gguf_fingerprint(const st_gguf *g, char *hex);
 
 #define ST_LANES 16
 #define ST_TILE 8
+#define ST_TILES 8
+
+/* Weight types that the kernels multiply, in the order of their table (src/kernels/cpu/types.c). F32 matrices stay rows
+ * of floats; F16 and BF16 become Q8_0 or F32. */
+#define ST_WEIGHT_TYPES 9
+enum st_weight {
+    ST_W_Q8_0 = 0, ST_W_Q4_0 = 1, ST_W_Q4_1 = 2, ST_W_Q5_0 = 3, ST_W_Q5_1 = 4, ST_W_IQ4_NL = 5, ST_W_Q4_K = 6,
+    ST_W_Q5_K = 7, ST_W_Q6_K = 8
+};
+
+/* How an activation row is quantised, by the weights that it meets (bits of a set):
+ *   32:   a scale for each 32 values; sum[k / 32] int32: the codes of each 32 added up
+ *   256:  a scale for each 256 values; sum[12 * k / 256]: for each 256 values sixteen int16 sums of 16 codes, then
+ *         eight int16 sums of 32 */
+#define ST_FORM_32 1
+#define ST_FORM_256 2
+
+/* One row of the table of weight types. */
+typedef struct st_weight_type {
+    int id;                /* enum st_ggml_id */
+    const char *name;
+    int block;             /* values of a block: 32 or 256 */
+    int block_bytes;       /* of the file's block */
+    int form;              /* ST_FORM_32 or ST_FORM_256 */
+    int has_min;           /* blocks carry a minimum */
+    int vectors;           /* 64-byte vectors of a packed block of 16 rows */
+    /* The specification: a row of the file times a quantised row of k values (arith.h). */
+    float (*row)(const uint8_t *w, const int8_t *xq, const float *xd, int k);
+    /* The values of one block of the file as floats. */
+    void (*floats)(const uint8_t *block, float *y);
+    /* Block b of rows lane .. lane + 3 into a packed group of `blocks` blocks; flip: the table's bias of Q8_0. */
+    void (*pack)(const uint8_t *const *block, uint32_t flip, int lane, int b, int blocks, uint8_t *out);
+} st_weight_type;
+
+/* Entry i (enum st_weight) of the table; NULL when out of range. */
+ST_API const st_weight_type *st_weight_type_at(int i);
+/* The entry of a file's type (enum st_ggml_id); -1 when the kernels do not multiply it. */
+ST_API int st_weight_find(int ggml_id);
 
 /* How a product joins what is at y. */
 #define ST_STORE 0
@@ -182,6 +220,7 @@ ST_API void st_gguf_fingerprint(const st_gguf *g, char *hex);
 /* Up to ST_TILE quantised activation rows and where their products go: y[r][0..16 * groups). */
 typedef struct st_tile {
     int rows;
+    int row_codes; /* bytes from a code to its next form (code_bytes > 1): the values of the whole row */
     const int8_t *q[8];
     const float *d[8];
     const int32_t *sum[8];
@@ -189,6 +228,9 @@ typedef struct st_tile {
     float weight[8]; /* ST_FMA_WEIGHT: y = fma(weight, product, y) */
     int mode;
 } st_tile;
+
+/* `groups` packed groups, `stride` bytes apart, of k values a row, times the tile (rule 3). */
+typedef void (*st_mm)(const uint8_t *w, size_t stride, int groups, int k, const st_tile *tile);
 
 /* How keys and values are held. F16 and F32 are references: plain C, slow. */
 enum st_kv_type { ST_KV_INT8 = 0, ST_KV_F16 = 1, ST_KV_F32 = 2 };
@@ -205,13 +247,13 @@ typedef struct st_attend {
 
 typedef struct st_kernels {
     const char *isa;
-    int code_bytes; /* bytes of q for each value: 1, or more where a table keeps other forms of the codes behind them */
+    int code_bytes; /* bytes of q for each value in the form of 32: 1, or more where a table keeps other forms of the codes behind them */
     int q8_bias;    /* what the table's packed Q8_0 codes carry: 128 or 0 */
     /* One row of k values to int8 codes, scales and code sums (rule 2). q has k * code_bytes bytes, codes first. */
     void (*quantize)(const float *x, int k, int8_t *q, float *d, int32_t *sum);
-    /* `groups` packed groups, `stride` bytes apart, times the tile (rule 3). nb = k / 32. */
-    void (*mm_q8_0)(const uint8_t *w, size_t stride, int groups, int nb, const st_tile *tile);
-    void (*mm_q4_0)(const uint8_t *w, size_t stride, int groups, int nb, const st_tile *tile);
+    /* The same with a scale for each 256 values; q has k bytes. */
+    void (*quantize256)(const float *x, int k, int8_t *q, float *d, int32_t *sum);
+    st_mm mm[ST_WEIGHT_TYPES];
     /* y[i] = <w + i * k, x> for i < n (rule 4). */
     void (*dots)(const float *w, int n, int k, const float *x, float *y);
     void (*rms_norm)(const float *x, const float *w, int n, float eps, float *y);
@@ -232,14 +274,19 @@ typedef struct st_kernels {
     void (*exp_sub)(const float *x, int n, float m, float scale, float *y);
 } st_kernels;
 
-/* The table named `isa` ("scalar", "avx2", "avx512", or "auto" = the best this processor has; NULL reads STRATA_ISA,
- * then auto). NULL when unknown or not supported here; *why then says which of the two and what is possible. */
+/* The table named `isa` ("scalar", "avx2", "avxvnni", "avx512", or "auto" = the best this processor has; NULL reads
+ * STRATA_ISA, then auto). NULL when unknown or not supported here; *why then says which of the two and what is possible. */
 ST_API const st_kernels *st_kernels_find(const char *isa, const char **why);
 
-/* Packing (pack.c) for a table. Bytes of one packed group; pack rows [0, n) of a row-major tensor, missing rows zero. */
-ST_API size_t st_pack_scale_bytes(int k);
+/* Packing (pack.c) for a table; `type` is an enum st_weight. Bytes of one packed group; pack n (<= 16) rows of k values
+ * of a row-major tensor, missing rows zero. */
 ST_API size_t st_pack_group_bytes(int type, int k);
 ST_API void st_pack_group(const st_kernels *table, int type, const uint8_t *rows, size_t row_bytes, int n, int k, uint8_t *out);
+
+/* As table->mm[type], but the weights are rows as they lie in a file (16 * groups of them, row_bytes apart), for
+ * n <= ST_TILES tiles at once. */
+ST_API void st_mm_rows(const st_kernels *table, int type, const uint8_t *rows, size_t row_bytes, int groups, int k,
+                       const st_tile *tiles, int n);
 
 /* ---- sampling (sampling.h states the arithmetic) ---------------------------------------------------------------- */
 

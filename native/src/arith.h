@@ -68,7 +68,7 @@ ST_HD uint16_t st_f2h(float f) {
 
 /* ---- elementary functions (rule 1) -------------------------------------------------------------------------- */
 
-/* exp(x), relative error <= 1.2e-7 over [-87, 88]; 0 below, clamped above; NaN stays NaN.
+/* exp(x), relative error <= 8.5e-8 over [-86, 88] (every float tried); 0 below -87, clamped above 88; NaN stays NaN.
  * Cody-Waite reduction by ln 2 in two parts, degree 6 polynomial (coefficients: Cephes expf, Moshier). */
 ST_HD float st_exp(float x) {
     if (!(x >= -87.0f)) return x != x ? x : 0.0f;
@@ -90,7 +90,7 @@ ST_HD float st_sigmoid(float x) { return 1.0f / (1.0f + st_exp(-x)); }
 ST_HD float st_silu(float x) { return x / (1.0f + st_exp(-x)); }
 
 /* log(1 + e^x) = max(x, 0) + log1p(e^-|x|); log1p(e) = 2 atanh(e / (2 + e)) by its series to degree 15, where
- * e / (2 + e) <= 1/3. Relative error <= 4e-7. */
+ * e / (2 + e) <= 1/3. Relative error <= 2.8e-7 (every float in [-86, 88] tried). */
 ST_HD float st_softplus(float x) {
     float e = st_exp(x > 0.0f ? -x : x);
     float s = e / (2.0f + e), q = s * s;
@@ -178,6 +178,92 @@ ST_HD float st_quantize_block(const float *x, int n, int8_t *q, int32_t *sum) {
     return amax / 127.0f;
 }
 
+/* ---- weights (rule 3) --------------------------------------------------------------------------------------- */
+
+/* A block of 32 weights out of a file, decoded: value i = d * q[i] + m. Types without a minimum have m = 0. */
+typedef struct { float d, m; int8_t q[32]; } st_block32;
+
+/* A super-block of 256: value i = (d * sc[i / 16]) * q[i] - dmin * mn[i / 32]. Q6_K has no minimum (dmin = 0). */
+typedef struct { float d, dmin; int8_t sc[16], mn[8], q[256]; } st_block256;
+
+ST_HD float st_half_at(const uint8_t *p) { return st_h2f((uint16_t)(p[0] | p[1] << 8)); }
+ST_HD uint32_t st_u32_at(const uint8_t *p) { return (uint32_t)p[0] | (uint32_t)p[1] << 8 | (uint32_t)p[2] << 16 | (uint32_t)p[3] << 24; }
+
+/* 32 nibbles of 16 bytes: value i < 16 is the low half of byte i, value i + 16 the high half. */
+ST_HD int st_nibble(const uint8_t *p, int i) { return i < 16 ? p[i] & 15 : p[i - 16] >> 4; }
+
+/* Q8_0, 34 bytes: f16 d, int8 q[32]. */
+ST_HD void st_decode_q8_0(const uint8_t *w, st_block32 *b) {
+    b->d = st_half_at(w), b->m = 0.0f;
+    for (int i = 0; i < 32; i++) b->q[i] = (int8_t)w[2 + i];
+}
+/* Q4_0, 18 bytes: f16 d, nibbles; minus 8. */
+ST_HD void st_decode_q4_0(const uint8_t *w, st_block32 *b) {
+    b->d = st_half_at(w), b->m = 0.0f;
+    for (int i = 0; i < 32; i++) b->q[i] = (int8_t)(st_nibble(w + 2, i) - 8);
+}
+/* Q4_1, 20 bytes: f16 d, f16 m, nibbles. */
+ST_HD void st_decode_q4_1(const uint8_t *w, st_block32 *b) {
+    b->d = st_half_at(w), b->m = st_half_at(w + 2);
+    for (int i = 0; i < 32; i++) b->q[i] = (int8_t)st_nibble(w + 4, i);
+}
+/* Q5_0, 22 bytes: f16 d, the fifth bits in 32, nibbles; minus 16. */
+ST_HD void st_decode_q5_0(const uint8_t *w, st_block32 *b) {
+    uint32_t high = st_u32_at(w + 2);
+    b->d = st_half_at(w), b->m = 0.0f;
+    for (int i = 0; i < 32; i++) b->q[i] = (int8_t)((st_nibble(w + 6, i) | (int)(high >> i & 1u) << 4) - 16);
+}
+/* Q5_1, 24 bytes: f16 d, f16 m, the fifth bits in 32, nibbles. */
+ST_HD void st_decode_q5_1(const uint8_t *w, st_block32 *b) {
+    uint32_t high = st_u32_at(w + 4);
+    b->d = st_half_at(w), b->m = st_half_at(w + 2);
+    for (int i = 0; i < 32; i++) b->q[i] = (int8_t)(st_nibble(w + 8, i) | (int)(high >> i & 1u) << 4);
+}
+/* IQ4_NL, 18 bytes: f16 d, nibbles that choose among 16 values. */
+ST_HD int st_iq4_nl_value(int code) {
+    const int8_t values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+    return values[code];
+}
+ST_HD void st_decode_iq4_nl(const uint8_t *w, st_block32 *b) {
+    b->d = st_half_at(w), b->m = 0.0f;
+    for (int i = 0; i < 32; i++) b->q[i] = (int8_t)st_iq4_nl_value(st_nibble(w + 2, i));
+}
+
+/* Scale and minimum of group g (32 values) out of the 12 bytes of Q4_K and Q5_K, 6 bits each. */
+ST_HD void st_k_scales(const uint8_t *s, int g, int8_t *sc, int8_t *mn) {
+    *sc = (int8_t)(g < 4 ? s[g] & 63 : (s[g + 4] & 15) | (s[g - 4] >> 6) << 4);
+    *mn = (int8_t)(g < 4 ? s[g + 4] & 63 : s[g + 4] >> 4 | (s[g] >> 6) << 4);
+}
+ST_HD void st_decode_k_head(const uint8_t *w, st_block256 *b) {
+    b->d = st_half_at(w), b->dmin = st_half_at(w + 2);
+    for (int g = 0; g < 8; g++) {
+        st_k_scales(w + 4, g, &b->sc[2 * g], &b->mn[g]);
+        b->sc[2 * g + 1] = b->sc[2 * g];
+    }
+}
+/* Q4_K, 144 bytes: f16 d, f16 dmin, 12 bytes of scales, 128 of nibbles: groups 2j (low) and 2j + 1 share 32 bytes. */
+ST_HD void st_decode_q4_k(const uint8_t *w, st_block256 *b) {
+    st_decode_k_head(w, b);
+    for (int i = 0; i < 256; i++) b->q[i] = (int8_t)(w[16 + i / 64 * 32 + i % 32] >> (i / 32 % 2 * 4) & 15);
+}
+/* Q5_K, 176 bytes: as Q4_K with 32 bytes of fifth bits before the nibbles, bit g for group g. */
+ST_HD void st_decode_q5_k(const uint8_t *w, st_block256 *b) {
+    st_decode_k_head(w, b);
+    for (int i = 0; i < 256; i++)
+        b->q[i] = (int8_t)((w[48 + i / 64 * 32 + i % 32] >> (i / 32 % 2 * 4) & 15) | (w[16 + i % 32] >> (i / 32) & 1) << 4);
+}
+/* Q6_K, 210 bytes: low nibbles [128], two high bits [64], int8 scales [16], f16 d; minus 32. */
+ST_HD void st_decode_q6_k(const uint8_t *w, st_block256 *b) {
+    b->d = st_half_at(w + 208), b->dmin = 0.0f;
+    for (int i = 0; i < 16; i++) b->sc[i] = (int8_t)w[192 + i];
+    for (int i = 0; i < 8; i++) b->mn[i] = 0;
+    for (int i = 0; i < 256; i++) {
+        int n = i / 128, j = i % 128 / 32, l = i % 32;
+        int low = w[64 * n + 32 * (j & 1) + l] >> (4 * (j >> 1)) & 15, high = w[128 + 32 * n + l] >> (2 * j) & 3;
+        b->q[i] = (int8_t)((low | high << 4) - 32);
+    }
+}
+
 /* Running row total of rule 3: blocks inside a segment by fma, segments added in order. */
 typedef struct { float total, acc; int left; } st_rowsum;
 
@@ -191,31 +277,61 @@ ST_HD float st_rowsum_end(st_rowsum *r) {
     return r->total;
 }
 
-/* A Q8_0 row (34-byte blocks: f16 d, int8 q[32]) times a quantised activation row. k is a multiple of 32. */
-ST_HD float st_row_q8_0(const uint8_t *w, const int8_t *xq, const float *xd, int k) {
-    st_rowsum r;
-    st_rowsum_start(&r);
-    for (int b = 0; b < k / ST_QBLOCK; b++, w += 34, xq += ST_QBLOCK) {
-        int32_t isum = 0;
-        for (int i = 0; i < ST_QBLOCK; i++) isum += (int32_t)(int8_t)w[2 + i] * xq[i];
-        st_rowsum_block(&r, st_h2f((uint16_t)(w[0] | w[1] << 8)), xd[b], isum);
+/* One block of 32 times its activations; `min` where the type has a minimum: its term follows the product. */
+ST_HD void st_block32_join(st_rowsum *r, const st_block32 *w, int min, const int8_t *xq, float xd) {
+    int32_t isum = 0, bsum = 0;
+    for (int i = 0; i < ST_QBLOCK; i++) {
+        isum += (int32_t)w->q[i] * xq[i];
+        bsum += xq[i];
     }
-    return st_rowsum_end(&r);
+    float acc = ST_FMA(w->d * xd, (float)isum, r->acc);
+    r->acc = min ? ST_FMA(w->m * xd, (float)bsum, acc) : acc;
+    if (--r->left == 0) { r->total += r->acc; r->acc = 0.0f; r->left = ST_SEGMENT / ST_QBLOCK; }
 }
 
-/* A Q4_0 row (18-byte blocks: f16 d, 16 bytes; value i < 16 the low nibble of byte i, i + 16 the high one; minus 8). */
-ST_HD float st_row_q4_0(const uint8_t *w, const int8_t *xq, const float *xd, int k) {
-    st_rowsum r;
-    st_rowsum_start(&r);
-    for (int b = 0; b < k / ST_QBLOCK; b++, w += 18, xq += ST_QBLOCK) {
-        int32_t isum = 0;
-        for (int i = 0; i < 16; i++) {
-            isum += ((int32_t)(w[2 + i] & 15) - 8) * xq[i];
-            isum += ((int32_t)(w[2 + i] >> 4) - 8) * xq[i + 16];
-        }
-        st_rowsum_block(&r, st_h2f((uint16_t)(w[0] | w[1] << 8)), xd[b], isum);
+/* One super-block, a segment by itself: both sums are exact in int32 and become floats by rounding to nearest even. */
+ST_HD void st_block256_join(st_rowsum *r, const st_block256 *w, int min, const int8_t *xq, float xd) {
+    int32_t isum = 0, msum = 0;
+    for (int i = 0; i < ST_SEGMENT; i++) {
+        isum += (int32_t)w->sc[i / 16] * w->q[i] * xq[i];
+        msum += (int32_t)w->mn[i / 32] * xq[i];
     }
-    return st_rowsum_end(&r);
+    float acc = ST_FMA(w->d * xd, (float)isum, 0.0f);
+    r->total += min ? ST_FMA(-(w->dmin * xd), (float)msum, acc) : acc;
+}
+
+/* st_row_<type>(w, xq, xd, k): a row of the file times a quantised activation row. Blocks of 32 have an activation
+ * scale for each 32 values (k is a multiple of 32), super-blocks one for each 256 (k is a multiple of 256). */
+#define ST_ROW(type, size, bytes, min) \
+    ST_HD float st_row_##type(const uint8_t *w, const int8_t *xq, const float *xd, int k) { \
+        st_block##size b; \
+        st_rowsum r; \
+        st_rowsum_start(&r); \
+        for (int i = 0; i < k / size; i++) { \
+            st_decode_##type(w + (size_t)i * bytes, &b); \
+            st_block##size##_join(&r, &b, min, xq + i * size, xd[i]); \
+        } \
+        return st_rowsum_end(&r); \
+    }
+ST_ROW(q8_0, 32, 34, 0)
+ST_ROW(q4_0, 32, 18, 0)
+ST_ROW(q4_1, 32, 20, 1)
+ST_ROW(q5_0, 32, 22, 0)
+ST_ROW(q5_1, 32, 24, 1)
+ST_ROW(iq4_nl, 32, 18, 0)
+ST_ROW(q4_k, 256, 144, 1)
+ST_ROW(q5_k, 256, 176, 1)
+ST_ROW(q6_k, 256, 210, 0)
+
+/* A decoded block as floats (embedding rows, vectors): each operation rounds. */
+ST_HD void st_block32_floats(const st_block32 *b, int min, float *y) {
+    for (int i = 0; i < 32; i++) y[i] = min ? b->d * (float)b->q[i] + b->m : b->d * (float)b->q[i];
+}
+ST_HD void st_block256_floats(const st_block256 *b, int min, float *y) {
+    for (int i = 0; i < 256; i++) {
+        float v = (b->d * (float)b->sc[i / 16]) * (float)b->q[i];
+        y[i] = min ? v - b->dmin * (float)b->mn[i / 32] : v;
+    }
 }
 
 /* ---- attention (rule 6) ------------------------------------------------------------------------------------- */
@@ -236,6 +352,10 @@ ST_HD uint16_t st_quantize_kv(const float *x, int n, int8_t *q) {
     return h;
 }
 
+/* One block of float weights (F16, BF16) as Q8_0: d = f16(amax / 127), codes by the value of that f16 (st_quantize_kv's
+ * rule on 32 values). A matrix of such weights is held this way unless it is kept as it is (float32, rule 4). */
+ST_HD uint16_t st_quantize_weights(const float *w, int8_t *q) { return st_quantize_kv(w, ST_QBLOCK, q); }
+
 /* One attention block: n (1..64) positions of scores against values. v: codes of position i at v + i * vstride, scale
  * vs[i]. Writes the weighted values to out[dv] (dv <= 64: one value group), returns the block maximum; *den the sum. */
 ST_HD float st_attn_block(const float *score, int n, const int8_t *v, int vstride, const float *vs, int dv, float *out,
@@ -254,7 +374,7 @@ ST_HD float st_attn_block(const float *score, int n, const int8_t *v, int vstrid
     }
     float up = 32767.0f / big, down = big * (1.0f / 32767.0f);
     int32_t u[ST_POSBLOCK];
-    for (int i = 0; i < n; i++) u[i] = (int32_t)rintf(w[i] * up);
+    for (int i = 0; i < n; i++) u[i] = w[i] > 0.0f ? (int32_t)rintf(w[i] * up) : 0;
     for (int j = 0; j < dv; j++) {
         int32_t s = 0;
         for (int i = 0; i < n; i++) s += u[i] * v[i * vstride + j];

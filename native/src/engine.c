@@ -49,8 +49,8 @@ static double now_ms(void) {
 void st_engine_identity(const st_model *m, const char *kv, char *hex) {
     char text[256];
     uint8_t digest[16];
-    int n = snprintf(text, sizeof text, "fingerprint=%s arithmetic=%d kv=%s dense=q8_0 rope=none overrides=", m->fingerprint,
-                     ST_ARITH_VERSION, kv);
+    int n = snprintf(text, sizeof text, "fingerprint=%s arithmetic=%d kv=%s dense=%s rope=none overrides=", m->fingerprint,
+                     ST_ARITH_VERSION, kv, m->dense);
     st_blake2b_hash(digest, sizeof digest, text, (size_t)n, NULL, 0);
     for (int i = 0; i < 16; i++) snprintf(hex + 2 * i, 3, "%02x", digest[i]);
 }

@@ -60,7 +60,9 @@ int main(int argc, char **argv) {
     st_out_flush();
     st_model_options mo = {.path = o.model, .isa = o.isa, .threads = o.threads, .max_context = o.max_context, /* Prompt rows, and of each slot its certain row, its drafts, and the drafter's row ahead of them. */
                            .max_rows = o.chunk + (o.parallel + 1) * (2 + ST_MAX_DRAFTS),
-                           .kv = st_kv_find(o.kv), .allow_untrained_context = o.allow_untrained_context, .progress = say_progress, .arg = &said};
+                           .kv = st_kv_find(o.kv), .allow_untrained_context = o.allow_untrained_context,
+                           .weights = {.mapped = o.weights && !strcmp(o.weights, "mapped"), .dense_as_is = o.dense && !strcmp(o.dense, "as-is")},
+                           .progress = say_progress, .arg = &said};
     if (st_model_open(&mo, &m, &err)) return give_up(&err);
     st_out_line("INFO arch=%s", m->arch->name);
     int status = st_engine_serve(m, &o);

@@ -5,7 +5,7 @@
 #include "strata.h"
 
 typedef struct st_options {
-    const char *model, *isa, *kv;
+    const char *model, *isa, *kv, *weights, *dense;
     int max_context, threads, chunk, allow_untrained_context;
     int parallel, memory_mib, pool_blocks, prompt_cache_mib, prompt_cache_every, prompt_cache_root;
     int spec, spec_fixed, batch_mtp;

@@ -4,6 +4,7 @@
 #include "errors.h"
 #include "kernels/kernels.h"
 
+#include <ctype.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <time.h>
@@ -47,11 +48,11 @@ typedef struct work {
     const char *isa;
     int bad;
     float x[MAX], w[MAX], g[MAX], ya[MAX], yb[MAX];
-    uint8_t rows[MAXN * (MAXK / 32) * 34];
+    uint8_t rows[MAXN * (MAXK / 32) * 34]; /* Q8_0 has the largest */
     uint8_t *packed, *packed_b; /* for the specification and for the table under test */
     int8_t qa[ST_TILE * MAXK], qb[ST_TILE * MAXK * MAX_CODE_BYTES];
     float da[ST_TILE * MAXK / 32], db[ST_TILE * MAXK / 32];
-    int32_t sa[ST_TILE * MAXK / 32], sb[ST_TILE * MAXK / 32];
+    int32_t sa[ST_TILE * MAXK / 256 * 12], sb[ST_TILE * MAXK / 256 * 12]; /* super-blocks have more sums */
 } work;
 
 /* Equal bits, or NaN on both sides. */
@@ -121,65 +122,67 @@ static void test_long_sum(work *k) {
     same(k, "dots (long)", k->ya, k->yb, 1);
 }
 
-static void random_rows(work *k, int type, int n, int nb) {
-    int bytes = type == ST_GGML_Q8_0 ? 34 : 18;
+/* Where the f16 scales of a file's block are: bytes 0 (and 2: a minimum), but for Q6_K at its end. */
+static void random_rows(work *k, const st_weight_type *w, int n, int blocks) {
     uint8_t *p = k->rows;
-    for (int i = 0; i < n * nb; i++, p += bytes) {
-        uint16_t d = st_f2h(value(&k->r, below(&k->r, 8) == 0) * 0.01f);
-        memcpy(p, &d, 2);
-        for (int j = 2; j < bytes; j++) p[j] = (uint8_t)next(&k->r);
+    for (int i = 0; i < n * blocks; i++, p += w->block_bytes) {
+        for (int j = 0; j < w->block_bytes; j++) p[j] = (uint8_t)next(&k->r);
+        uint16_t d = st_f2h(value(&k->r, below(&k->r, 8) == 0) * 0.01f), m = st_f2h(value(&k->r, below(&k->r, 8) == 0) * 0.01f);
+        memcpy(p + (w->id == ST_GGML_Q6_K ? 208 : 0), &d, 2);
+        if (w->has_min) memcpy(p + 2, &m, 2);
     }
 }
 
-static float row_reference(const work *k, int type, int row, int nb, int r) {
-    const int8_t *q = k->qa + r * nb * 32;
-    const float *d = k->da + r * nb;
-    return type == ST_GGML_Q8_0 ? st_row_q8_0(k->rows + row * nb * 34, q, d, nb * 32)
-                                : st_row_q4_0(k->rows + row * nb * 18, q, d, nb * 32);
+/* One activation row r in both tables' forms, into both tiles. */
+static void quantize_row(work *k, const st_weight_type *w, int kk, int r, st_tile *ta, st_tile *tb) {
+    int blocks = kk / w->block, sums = w->form == ST_FORM_256 ? kk / 256 * 12 : kk / 32;
+    int8_t *qa = k->qa + r * kk, *qb = k->qb + r * kk * k->b->code_bytes;
+    float *da = k->da + r * blocks, *db = k->db + r * blocks;
+    int32_t *sa = k->sa + r * sums, *sb = k->sb + r * sums;
+    fill(&k->r, k->x, kk, below(&k->r, 3) == 0);
+    if (below(&k->r, 8) == 0) memset(k->x, 0, 32 * sizeof(float));
+    (w->form == ST_FORM_256 ? k->a->quantize256 : k->a->quantize)(k->x, kk, qa, da, sa);
+    (w->form == ST_FORM_256 ? k->b->quantize256 : k->b->quantize)(k->x, kk, qb, db, sb);
+    same_bytes(k, "quantize codes", qa, qb, (size_t)kk);
+    same(k, "quantize scales", da, db, blocks);
+    same_bytes(k, "quantize sums", sa, sb, (size_t)sums * 4);
+    ta->row_codes = tb->row_codes = kk;
+    ta->q[r] = qa, ta->d[r] = da, ta->sum[r] = sa, ta->y[r] = k->ya + r * 64;
+    tb->q[r] = qb, tb->d[r] = db, tb->sum[r] = sb, tb->y[r] = k->yb + r * 64;
+    ta->weight[r] = tb->weight[r] = value(&k->r, 0);
 }
 
-static void run_mm(const st_kernels *t, const uint8_t *w, int type, const st_tile *tile, int groups, int nb) {
-    size_t stride = st_pack_group_bytes(type, nb * 32);
-    (type == ST_GGML_Q8_0 ? t->mm_q8_0 : t->mm_q4_0)(w, stride, groups, nb, tile);
-}
-
+/* Packed products of both tables, the same out of the file's rows, and the specification's rows. */
 static void test_products(work *k, int type) {
-    static const int ks[] = {32, 64, 96, 256, 288, 384, 576, 640, 1024, 2048};
-    int nb = ks[below(&k->r, 10)] / 32, groups = 1 + below(&k->r, 3), rows = 1 + below(&k->r, ST_TILE);
-    int bytes = type == ST_GGML_Q8_0 ? 34 : 18, n = groups * ST_LANES - below(&k->r, ST_LANES);
-    size_t stride = st_pack_group_bytes(type, nb * 32);
-    random_rows(k, type, n, nb);
+    static const int ks[] = {32, 64, 96, 256, 288, 384, 576, 640, 1024, 2048}, supers[] = {256, 512, 768, 1024, 2048};
+    const st_weight_type *w = st_weight_type_at(type);
+    int kk = w->block == 256 ? supers[below(&k->r, 5)] : ks[below(&k->r, 10)], blocks = kk / w->block;
+    int groups = 1 + below(&k->r, 3), rows = 1 + below(&k->r, ST_TILE), n = groups * ST_LANES - below(&k->r, ST_LANES);
+    size_t stride = st_pack_group_bytes(type, kk), row_bytes = (size_t)(blocks * w->block_bytes);
+    random_rows(k, w, groups * ST_LANES, blocks);
     for (int g = 0; g < groups; g++) {
         int left = n - g * ST_LANES < ST_LANES ? n - g * ST_LANES : ST_LANES;
-        const uint8_t *rows16 = k->rows + g * ST_LANES * nb * bytes;
-        st_pack_group(k->a, type, rows16, (size_t)(nb * bytes), left, nb * 32, k->packed + (size_t)g * stride);
-        st_pack_group(k->b, type, rows16, (size_t)(nb * bytes), left, nb * 32, k->packed_b + (size_t)g * stride);
+        const uint8_t *rows16 = k->rows + (size_t)(g * ST_LANES) * row_bytes;
+        st_pack_group(k->a, type, rows16, row_bytes, left, kk, k->packed + (size_t)g * stride);
+        st_pack_group(k->b, type, rows16, row_bytes, left, kk, k->packed_b + (size_t)g * stride);
     }
     st_tile ta = {.rows = rows, .mode = below(&k->r, 3)}, tb = ta;
+    for (int r = 0; r < rows; r++) quantize_row(k, w, kk, r, &ta, &tb);
+    fill(&k->r, k->g, rows * 64, 0);
+    memcpy(k->ya, k->g, sizeof k->g);
+    memcpy(k->yb, k->g, sizeof k->g);
+    k->a->mm[type](k->packed, stride, groups, kk, &ta);
+    k->b->mm[type](k->packed_b, stride, groups, kk, &tb);
     for (int r = 0; r < rows; r++) {
-        fill(&k->r, k->x, nb * 32, below(&k->r, 3) == 0);
-        k->a->quantize(k->x, nb * 32, k->qa + r * nb * 32, k->da + r * nb, k->sa + r * nb);
-        int8_t *qb = k->qb + r * nb * 32 * k->b->code_bytes;
-        k->b->quantize(k->x, nb * 32, qb, k->db + r * nb, k->sb + r * nb);
-        same_bytes(k, "quantize codes", k->qa + r * nb * 32, qb, (size_t)(nb * 32));
-        ta.q[r] = k->qa + r * nb * 32, ta.d[r] = k->da + r * nb, ta.sum[r] = k->sa + r * nb, ta.y[r] = k->ya + r * 64;
-        tb.q[r] = qb, tb.d[r] = k->db + r * nb, tb.sum[r] = k->sb + r * nb, tb.y[r] = k->yb + r * 64;
-        ta.weight[r] = tb.weight[r] = value(&k->r, 0);
-    }
-    same(k, "quantize scales", k->da, k->db, rows * nb);
-    same_bytes(k, "quantize sums", k->sa, k->sb, (size_t)(rows * nb) * 4);
-    fill(&k->r, k->ya, rows * 64, 0);
-    memcpy(k->yb, k->ya, sizeof k->ya);
-    run_mm(k->a, k->packed, type, &ta, groups, nb);
-    run_mm(k->b, k->packed_b, type, &tb, groups, nb);
-    for (int r = 0; r < rows; r++) {
-        same(k, type == ST_GGML_Q8_0 ? "mm_q8_0" : "mm_q4_0", ta.y[r], tb.y[r], groups * ST_LANES);
-        if (ta.mode != ST_STORE) continue;
-        for (int o = 0; o < n; o++) { /* the packed layout against the file's own rows */
-            float want = row_reference(k, type, o, nb, r);
+        same(k, w->name, ta.y[r], tb.y[r], n);
+        for (int o = 0; o < n && ta.mode == ST_STORE; o++) { /* the packed layout against the file's own rows */
+            float want = w->row(k->rows + (size_t)o * row_bytes, ta.q[r], ta.d[r], kk);
             same(k, "packed rows", &want, &ta.y[r][o], 1);
         }
     }
+    memcpy(k->yb, k->g, sizeof k->g);
+    st_mm_rows(k->b, type, k->rows, row_bytes, groups, kk, &tb, 1);
+    for (int r = 0; r < rows; r++) same(k, "rows of the file", ta.y[r], tb.y[r], n);
 }
 
 static void test_delta(work *k) {
@@ -255,8 +258,7 @@ int st_selftest(const char *isa, int rounds, uint64_t seed, st_error *err) {
     if (!k) return -1;
     for (int i = 0; i < rounds && k->bad < 20; i++) {
         test_elementwise(k);
-        test_products(k, ST_GGML_Q8_0);
-        test_products(k, ST_GGML_Q4_0);
+        for (int type = 0; type < ST_WEIGHT_TYPES; type++) test_products(k, type);
         test_delta(k);
         if (i % 4 == 0) test_attend(k);
         if (i % 16 == 0) test_long_sum(k);
@@ -273,26 +275,31 @@ static double seconds(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-static void bench_product(work *k, int type, int kk, int rows) {
-    int nb = kk / 32, groups = (int)((3u << 20) / st_pack_group_bytes(type, kk)); /* 3 MB of weights: L3, not L2 */
+/* Speed of one type at one shape, packed or out of the file's rows. */
+static void bench_product(work *k, int type, int kk, int rows, int from_rows) {
+    const st_weight_type *w = st_weight_type_at(type);
+    size_t stride = st_pack_group_bytes(type, kk), row_bytes = (size_t)(kk / w->block * w->block_bytes);
+    size_t group = from_rows ? row_bytes * ST_LANES : stride;
+    int groups = (int)((3u << 20) / stride); /* 3 MB of weights: L3, not L2 */
     if (groups * ST_LANES > MAX / rows) groups = MAX / rows / ST_LANES;
-    st_tile t = {.rows = rows, .mode = ST_STORE};
+    st_tile ta = {.rows = rows}, t = {.rows = rows, .mode = ST_STORE};
     for (int r = 0; r < rows; r++) {
-        fill(&k->r, k->x, kk, 0);
-        int8_t *q = k->qb + r * kk * k->b->code_bytes;
-        k->b->quantize(k->x, kk, q, k->db + r * nb, k->sb + r * nb);
-        t.q[r] = q, t.d[r] = k->db + r * nb, t.sum[r] = k->sb + r * nb, t.y[r] = k->yb + r * groups * ST_LANES;
+        quantize_row(k, w, kk, r, &ta, &t);
+        t.y[r] = k->yb + r * groups * ST_LANES;
     }
     double best = 1e9;
     for (int i = 0; i < 30; i++) {
         double t0 = seconds();
-        run_mm(k->b, k->packed_b, type, &t, groups, nb);
+        if (from_rows) st_mm_rows(k->b, type, k->packed_b, row_bytes, groups, kk, &t, 1);
+        else k->b->mm[type](k->packed_b, stride, groups, kk, &t);
         double dt = seconds() - t0;
         best = dt < best ? dt : best;
     }
-    double bytes = (double)groups * (double)st_pack_group_bytes(type, kk), ops = 2.0 * groups * ST_LANES * kk * rows;
-    printf("%-7s %s k=%-5d rows=%d  %7.1f GB/s  %7.1f GOP/s\n", k->isa, type == ST_GGML_Q8_0 ? "q8_0" : "q4_0", kk, rows,
-           bytes / best * 1e-9, ops / best * 1e-9);
+    double bytes = (double)groups * (double)group, ops = 2.0 * groups * ST_LANES * kk * rows;
+    char name[24];
+    snprintf(name, sizeof name, "%s%s", w->name, from_rows ? "-mapped" : "");
+    for (char *c = name; *c; c++) *c = (char)tolower((unsigned char)*c);
+    printf("%-7s %s k=%-5d rows=%d  %7.1f GB/s  %7.1f GOP/s\n", k->isa, name, kk, rows, bytes / best * 1e-9, ops / best * 1e-9);
 }
 
 static void bench_delta(work *k, int d) {
@@ -313,9 +320,13 @@ int st_selftest_bench(const char *isa, st_error *err) {
     work *k = work_new(isa, 1, err);
     if (!k) return -1;
     memset(k->packed_b, 0x35, 4 << 20);
-    for (int type = ST_GGML_Q4_0; type <= ST_GGML_Q8_0; type += ST_GGML_Q8_0 - ST_GGML_Q4_0)
-        for (int kk = 64; kk <= MAXK; kk = kk == 64 ? 384 : kk == 384 ? 2048 : MAXK + 1)
-            for (int rows = 1; rows <= ST_TILE; rows *= 2) bench_product(k, type, kk, rows);
+    static const int ks[] = {64, 384, 2048};
+    for (int type = 0; type < ST_WEIGHT_TYPES; type++)
+        for (int i = 0; i < 3; i++)
+            for (int rows = 1; rows <= ST_TILE && ks[i] % st_weight_type_at(type)->block == 0; rows *= 2) {
+                bench_product(k, type, ks[i], rows, 0);
+                if (ks[i] == MAXK) bench_product(k, type, ks[i], rows, 1);
+            }
     bench_delta(k, 64);
     bench_delta(k, 128);
     free(k->packed);

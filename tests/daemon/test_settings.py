@@ -132,7 +132,7 @@ def test_describe_is_json_with_everything_a_user_may_ask() -> None:
     assert (row["source"], row["origin"], row["range"]) == (
         "environment",
         "STRATA_ISA",
-        "auto | scalar | avx2 | avx512",
+        "auto | scalar | avx2 | avxvnni | avx512",
     )
     assert (row["applies"], row["flag"], row["env"]) == ("engine-restart", "--isa", "STRATA_ISA")
 

@@ -17,7 +17,7 @@ from tests.native import arithmetic as rules
 from tests.native.arithmetic import F, Floats
 from tests.native.driver import run
 
-ISAS = ("scalar", "avx2", "avx512")
+ISAS = ("scalar", "avx2", "avxvnni", "avx512")
 SEEDS = st.integers(0, 2**32 - 1)
 thorough = settings(deadline=None, max_examples=250)
 quick = settings(deadline=None, max_examples=100)
@@ -161,7 +161,7 @@ def test_tables_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     why = ffi.new("const char **")
     for name in (b"sse9", b"AVX2", b"avx"):
         assert lib.st_kernels_find(name, why) == ffi.NULL
-        assert b"choose auto, avx512, avx2 or scalar" in ffi.string(why[0])
+        assert b"choose auto, avx512, avxvnni, avx2 or scalar" in ffi.string(why[0])
     monkeypatch.setenv("STRATA_ISA", "scalar")
     for name in (ffi.NULL, b""):
         assert ffi.string(lib.st_kernels_find(name, ffi.NULL).isa) == b"scalar"
@@ -221,7 +221,7 @@ def file_rows(rng: np.random.Generator, kind: int, n: int, blocks: int, sizes: s
     """n rows as a file has them, their codes [n][k] and scales [n][blocks]."""
     scales = halves(rng, (n, blocks), sizes)
     codes: Any
-    if kind == lib.ST_GGML_Q8_0:
+    if kind == lib.ST_W_Q8_0:
         codes = rng.integers(-128, 128, (n, blocks, 32)).astype(np.int8)
         packed = codes.view(np.uint8)
     else:
@@ -232,7 +232,7 @@ def file_rows(rng: np.random.Generator, kind: int, n: int, blocks: int, sizes: s
     return np.ascontiguousarray(rows.reshape(n, -1)), codes.reshape(n, -1), scales.astype(F)
 
 
-@pytest.mark.parametrize("kind", [lib.ST_GGML_Q8_0, lib.ST_GGML_Q4_0], ids=["q8_0", "q4_0"])
+@pytest.mark.parametrize("kind", [lib.ST_W_Q8_0, lib.ST_W_Q4_0], ids=["q8_0", "q4_0"])
 @thorough
 @given(
     seed=SEEDS,
@@ -271,12 +271,11 @@ def test_products(
     before = rng.normal(0, 1, (rows, lanes + 32)).astype(F)
     weights = rng.normal(0, 1, rows).astype(F)
     y = before.copy()
-    tile = ffi.new("st_tile *", {"rows": rows, "mode": mode})
+    tile = ffi.new("st_tile *", {"rows": rows, "row_codes": k, "mode": mode})
     for r, (q, d, s) in enumerate(acts):
         tile.q[r], tile.d[r], tile.sum[r] = ptr(q, "int8_t *"), ptr(d), ptr(s, "int32_t *")
         tile.y[r], tile.weight[r] = ptr(y[r, 16:]), weights[r]
-    mm = table.mm_q8_0 if kind == lib.ST_GGML_Q8_0 else table.mm_q4_0
-    mm(ptr(packed, "uint8_t *"), stride, groups, blocks, tile)
+    table.mm[kind](ptr(packed, "uint8_t *"), stride, groups, k, tile)
 
     codes = np.concatenate([codes, np.zeros((missing, k), np.int8)])
     scales = np.concatenate([scales, np.zeros((missing, blocks), F)])
@@ -293,21 +292,21 @@ def test_products(
 def test_a_row_alone_and_in_company_is_the_same(table: Any) -> None:
     """What exactness rests on, said without an oracle: a row's products do not know its tile."""
     rng = np.random.default_rng(3)
-    for kind, mm in ((lib.ST_GGML_Q8_0, table.mm_q8_0), (lib.ST_GGML_Q4_0, table.mm_q4_0)):
+    for kind in (lib.ST_W_Q8_0, lib.ST_W_Q4_0):
         k, stride = 384, lib.st_pack_group_bytes(kind, 384)
         packed = aligned(stride, np.uint8)
         source, _, _ = file_rows(rng, kind, 16, 12, "ordinary")
         lib.st_pack_group(table, kind, ptr(source, "uint8_t *"), source.shape[1], 16, k, ptr(packed, "uint8_t *"))
         acts = [quantized(table, floats(rng, k, "ordinary")) for _ in range(8)]
 
-        def product(rows: list[int], mm: Any = mm, packed: Any = packed, acts: Any = acts, stride: int = stride) -> Any:
+        def product(rows: list[int], mm: Any = table.mm[kind], packed: Any = packed, acts: Any = acts, stride: int = stride) -> Any:
             y = np.zeros((len(rows), 16), F)
-            tile = ffi.new("st_tile *", {"rows": len(rows), "mode": lib.ST_STORE})
+            tile = ffi.new("st_tile *", {"rows": len(rows), "row_codes": k, "mode": lib.ST_STORE})
             for i, r in enumerate(rows):
                 q, d, s = acts[r]
                 tile.q[i], tile.d[i], tile.sum[i] = ptr(q, "int8_t *"), ptr(d), ptr(s, "int32_t *")
                 tile.y[i] = ptr(y[i])
-            mm(ptr(packed, "uint8_t *"), stride, 1, 12, tile)
+            mm(ptr(packed, "uint8_t *"), stride, 1, k, tile)
             return y
 
         alone = np.concatenate([product([r]) for r in range(8)])

@@ -4,17 +4,23 @@
 
 #include "model/weights.h"
 
-/* `rows` rows of k values: floats, and once quantised also int8 codes, scales and code sums per 32-block. */
+/* Codes, scales and code sums of rows in one form (ST_FORM_32, ST_FORM_256). */
+typedef struct st_codes {
+    int8_t *q;
+    float *d;
+    int32_t *sum;
+} st_codes;
+
+/* `rows` rows of k values: floats, and once quantised also the forms that their matrices want. */
 typedef struct st_act {
     int k;
-    float *x;     /* [rows][k] */
-    int8_t *q;    /* [rows][k * code_bytes of the table] */
-    float *d;     /* [rows][k / 32] */
-    int32_t *sum; /* [rows][k / 32] */
+    int forms;          /* bits: ST_FORM_32, ST_FORM_256 */
+    float *x;           /* [rows][k] */
+    st_codes c32, c256;
 } st_act;
 
-/* Room for `rows` rows in one allocation (a->x first); -1 when there is no memory. Free a->x. */
-int st_act_new(const st_kernels *t, st_act *a, int rows, int k);
+/* Room for `rows` rows in these forms, in one allocation (a->x first); -1 when there is no memory. Free a->x. */
+int st_act_new(const st_kernels *t, st_act *a, int rows, int k, int forms);
 void st_act_quantize(const st_kernels *t, st_act *a, int row);
 
 /* Groups [g0, g1) of a matrix times `rows` input rows, into columns 16 * g0 ... of y (row stride ystride floats).

@@ -80,7 +80,8 @@ static int open_parts(st_model *m, const st_model_options *o, st_error *err) {
     m->max_rows = o->max_rows ? o->max_rows : 512;
     m->shape.kv = o->kv;
     if (!(m->team = st_team_new(o->threads ? o->threads : st_team_processors(), err))) return -1;
-    if (!(m->weights = st_weights_new(g, m->kernels, o->progress, o->arg, err))) return -1;
+    m->dense = o->weights.dense_as_is ? "as-is" : "q8_0";
+    if (!(m->weights = st_weights_new(g, m->kernels, o->weights, o->progress, o->arg, err))) return -1;
     st_gguf_fingerprint(g, m->fingerprint);
     return m->arch->load(m, err);
 }

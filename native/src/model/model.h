@@ -68,6 +68,7 @@ struct st_model {
     void *self; /* the architecture's own */
     st_shape shape;
     int n_embd, n_vocab, trained_context, max_rows;
+    const char *dense; /* how F16 and BF16 matrices are held: part of the numeric identity */
     char fingerprint[40];
 };
 
@@ -80,6 +81,7 @@ typedef struct st_model_options {
     int max_rows;      /* rows of a window, 1..4096 (0: 512) */
     int kv;            /* enum st_kv_type: how keys and values are held */
     int allow_untrained_context;
+    st_weights_how weights;
     void (*progress)(void *arg, int percent);
     void *arg;
 } st_model_options;

@@ -129,6 +129,7 @@ int st_load_globals(st_model *m, st_net *p, st_error *err) {
     m->n_embd = p->E;
     if (p->embedding->ne[0] != p->E)
         return st_fail(err, "model_format", "tensor token_embd.weight is %lld wide, embedding_length is %d", (long long)p->embedding->ne[0], p->E);
+    if (!st_gguf_row_readable(p->embedding)) return st_gguf_refuse_type(p->embedding, err);
     if (st_weights_f32(m->weights, "output_norm.weight", p->E, 1, &p->out_norm, err)) return -1;
     return st_weights_mat(m->weights, out, p->E, m->n_vocab, 0, &p->head, err);
 }
@@ -141,18 +142,22 @@ int st_load_draft(const st_loader *L) {
            st_load_vec(L, "nextn.shared_head_norm.weight", p->E, 1, &p->draft_out_norm);
 }
 
-static int temp_new(const st_kernels *k, const st_net *p, st_temp *t, int rows) {
+static int temp_new(const st_model *m, const st_net *p, st_temp *t, int rows) {
+    const st_kernels *k = m->kernels;
+    const st_weights *w = m->weights;
     int wide = p->values > p->heads * p->hd ? p->values : p->heads * p->hd, pairs = rows * p->used;
     int single = p->shared_ff > p->ff_dense ? p->shared_ff : p->ff_dense; /* the shared expert, or the dense form */
     size_t n = (size_t)pairs, ints = n * 2 + (size_t)p->experts * 2 + 2;
-    if (st_act_new(k, &t->h, rows, p->E) || st_act_new(k, &t->mix, rows, wide) || st_act_new(k, &t->pair, pairs, p->ff) ||
-        st_act_new(k, &t->shared, rows, single))
+    int mixed = st_weights_forms(w, p->values) | st_weights_forms(w, p->heads * p->hd);
+    if (st_act_new(k, &t->h, rows, p->E, st_weights_forms(w, p->E)) || st_act_new(k, &t->mix, rows, wide, mixed) ||
+        st_act_new(k, &t->pair, pairs, p->ff, st_weights_forms(w, p->ff)) ||
+        st_act_new(k, &t->shared, rows, single, st_weights_forms(w, p->shared_ff) | st_weights_forms(w, p->ff_dense)))
         return -1;
     t->logits = malloc(((size_t)rows * (size_t)(p->experts + 1) + 2 * n) * sizeof(float));
     t->expert = malloc(ints * sizeof(int));
     t->state = malloc((size_t)(p->d * p->d) * sizeof(float) + 64);
     if (!t->logits || !t->expert || !t->state) return -1;
-    if (p->draft && st_act_new(k, &t->draft, rows, 2 * p->E)) return -1;
+    if (p->draft && st_act_new(k, &t->draft, rows, 2 * p->E, st_weights_forms(w, 2 * p->E))) return -1;
     t->gate = t->logits + (size_t)rows * (size_t)p->experts;
     t->weight = t->gate + rows;
     t->share = t->weight + n;
@@ -200,8 +205,8 @@ static int make_scratch(st_model *m, st_net *p, st_error *err) {
     p->small = calloc((size_t)p->members, sizeof *p->small);
     p->next = calloc((size_t)p->n_layers + 1, sizeof *p->next); /* the last: the drafter */
     int bad = !p->rows || !p->x || !p->u || !p->c || !p->z || !p->decay || !p->beta || !p->cos || !p->sin || !p->gate_rows || !p->up_rows || !p->gate_shared ||
-              !p->up_shared || !p->moe || !p->small || !p->next || temp_new(m->kernels, p, &p->large, m->max_rows);
-    for (int i = 0; !bad && i < p->members; i++) bad = temp_new(m->kernels, p, &p->small[i], ST_SMALL_ROWS);
+              !p->up_shared || !p->moe || !p->small || !p->next || temp_new(m, p, &p->large, m->max_rows);
+    for (int i = 0; !bad && i < p->members; i++) bad = temp_new(m, p, &p->small[i], ST_SMALL_ROWS);
     return bad ? st_fail(err, "no_memory", "no memory for windows of %d rows", m->max_rows) : 0;
 }
 

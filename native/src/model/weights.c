@@ -5,6 +5,7 @@
 #include "kernels/kernels.h"
 #include "model/gguf.h"
 
+#include <stdio.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 
@@ -14,9 +15,19 @@ struct block {
     size_t bytes;
 };
 
+/* Which forms the matrices of one input width want. */
+typedef struct width {
+    int k, forms;
+} width;
+
+enum { MAX_WIDTHS = 32 };
+
 struct st_weights {
     const st_gguf *g;
     const st_kernels *table;
+    st_weights_how how;
+    width widths[MAX_WIDTHS];
+    int n_widths;
     struct block *blocks;
     size_t held;
     uint64_t done, total;
@@ -46,7 +57,8 @@ static void *room(st_weights *w, size_t bytes, st_error *err) {
     return b->data;
 }
 
-st_weights *st_weights_new(const st_gguf *g, const st_kernels *table, void (*progress)(void *, int), void *arg, st_error *err) {
+st_weights *st_weights_new(const st_gguf *g, const st_kernels *table, st_weights_how how, void (*progress)(void *, int),
+                           void *arg, st_error *err) {
     st_weights *w = calloc(1, sizeof *w);
     if (!w) {
         st_fail(err, "no_memory", "no memory for the weights");
@@ -54,6 +66,7 @@ st_weights *st_weights_new(const st_gguf *g, const st_kernels *table, void (*pro
     }
     w->g = g;
     w->table = table;
+    w->how = how;
     w->progress = progress;
     w->arg = arg;
     w->percent = -1;
@@ -108,10 +121,111 @@ static const st_gguf_tensor *find(const st_weights *w, const char *name, int64_t
     return t;
 }
 
-static int unsupported(const st_gguf_tensor *t, const char *types, st_error *err) {
+int st_gguf_refuse_type(const st_gguf_tensor *t, st_error *err) {
     const st_ggml_type *type = st_ggml_type_find(t->type);
-    return st_fail(err, "model_unsupported", "tensor %s has type %s (id %d); this version reads %s here", t->name,
-                   type ? type->name : "?", t->type, types);
+    char list[256] = "F32, F16, BF16";
+    for (int i = 0; i < ST_WEIGHT_TYPES; i++) {
+        size_t used = strlen(list);
+        snprintf(list + used, sizeof list - used, ", %s", st_weight_type_at(i)->name);
+    }
+    return st_fail(err, "model_unsupported", "tensor %s has type %s (id %d); this version reads %s", t->name,
+                   type ? type->name : "?", t->type, list);
+}
+
+static int is_float(int ggml_id) { return ggml_id == ST_GGML_F32 || ggml_id == ST_GGML_F16 || ggml_id == ST_GGML_BF16; }
+
+static int not_finite(const st_gguf_tensor *t, int64_t at, st_error *err) {
+    return st_fail(err, "model_format", "tensor %s holds a value that is not finite (at %lld)", t->name, (long long)at);
+}
+
+/* Rows [r, r + n) of a tensor of floats, all experts counted as one matrix; they must be finite. */
+static int float_rows(const st_gguf_tensor *t, int64_t r, int n, float *out, st_error *err) {
+    int64_t k = t->ne[0];
+    for (int i = 0; i < n; i++) st_gguf_row_f32(t, r + i, out + i * k);
+    for (int64_t i = 0; i < k * n; i++)
+        if (!(out[i] >= -3.4028235e38f && out[i] <= 3.4028235e38f)) return not_finite(t, r * k + i, err);
+    return 0;
+}
+
+static int note_width(st_weights *w, const st_mat *m, st_error *err) {
+    int i = 0;
+    while (i < w->n_widths && w->widths[i].k != m->k) i++;
+    if (i == MAX_WIDTHS) return st_fail(err, "model_unsupported", "matrices have more than %d different widths", MAX_WIDTHS);
+    if (i == w->n_widths) w->widths[w->n_widths++] = (width){m->k, 0};
+    w->widths[i].forms |= m->form;
+    return 0;
+}
+
+int st_weights_forms(const st_weights *w, int k) {
+    for (int i = 0; i < w->n_widths; i++)
+        if (w->widths[i].k == k) return w->widths[i].forms;
+    return 0;
+}
+
+/* Pages of a tensor that have been read and will not be read again. A mere hint: the rest works without. */
+static void give_back(const st_weights *w, const st_gguf_tensor *t, uint64_t from, uint64_t to) {
+    st_error ignored;
+    (void)st_gguf_advise_range(w->g, t, from, to - from, MADV_DONTNEED, &ignored);
+}
+
+/* 16 rows as the kernels' type has them in a file: out of the file, or made of floats (scratch: 16 rows of floats,
+ * then of blocks). */
+static const uint8_t *group_rows(const st_gguf_tensor *t, int64_t group, float *scratch, st_error *err) {
+    if (!is_float(t->type)) return t->data + (uint64_t)group * ST_LANES * t->row_bytes;
+    int64_t k = t->ne[0];
+    uint8_t *out = (uint8_t *)(scratch + k * ST_LANES), *p = out;
+    if (float_rows(t, group * ST_LANES, ST_LANES, scratch, err)) return NULL;
+    for (int64_t i = 0; i < k * ST_LANES; i += ST_QBLOCK, p += 34) {
+        uint16_t d = st_quantize_weights(scratch + i, (int8_t *)p + 2);
+        p[0] = (uint8_t)d;
+        p[1] = (uint8_t)(d >> 8);
+    }
+    return out;
+}
+
+/* Groups are packed in order; pages and progress follow every megabyte or so. */
+static int pack(st_weights *w, const st_gguf_tensor *t, st_mat *m, st_error *err) {
+    enum { STEP = 1 << 20 };
+    int64_t groups = (int64_t)(m->n / ST_LANES) * m->experts;
+    uint64_t source = t->row_bytes * ST_LANES, done = 0;
+    size_t row_bytes = is_float(t->type) ? (size_t)m->k / 32 * 34 : (size_t)t->row_bytes;
+    uint8_t *packed = room(w, m->group_bytes * (size_t)groups, err);
+    float *scratch = NULL;
+    if (!packed) return -1;
+    if (is_float(t->type) && !(scratch = malloc((size_t)m->k * ST_LANES * (sizeof(float) + 2))))
+        return st_fail(err, "no_memory", "no memory to convert tensor %s", t->name);
+    m->data = packed;
+    for (int64_t i = 0; i < groups; i++) {
+        const uint8_t *rows = group_rows(t, i, scratch, err);
+        if (!rows) break;
+        st_pack_group(w->table, m->type, rows, row_bytes, ST_LANES, m->k, packed + m->group_bytes * (size_t)i);
+        uint64_t at = source * (uint64_t)(i + 1);
+        if (at - done < STEP && i < groups - 1) continue;
+        give_back(w, t, done, at);
+        advance(w, at - done);
+        done = at;
+    }
+    free(scratch);
+    return done == source * (uint64_t)groups ? 0 : -1;
+}
+
+/* Rows of float32: the file's own, or widened. */
+static int keep_floats(st_weights *w, const st_gguf_tensor *t, st_mat *m, st_error *err) {
+    int64_t rows = (int64_t)m->n * m->experts;
+    m->storage = ST_FLOATS;
+    m->form = 0;
+    m->group_bytes = (size_t)m->k * ST_LANES * sizeof(float);
+    m->data = t->data;
+    if (!w->how.mapped || t->type != ST_GGML_F32) {
+        float *copy = room(w, (size_t)m->k * (size_t)rows * sizeof *copy, err);
+        if (!copy) return -1;
+        for (int64_t r = 0; r < rows; r += ST_LANES)
+            if (float_rows(t, r, ST_LANES, copy + r * m->k, err)) return -1;
+        m->data = (const uint8_t *)copy;
+        give_back(w, t, 0, t->nbytes);
+    }
+    advance(w, t->nbytes);
+    return note_width(w, m, err);
 }
 
 int st_weights_mat(st_weights *w, const char *name, int k, int n, int experts, st_mat *out, st_error *err) {
@@ -119,74 +233,49 @@ int st_weights_mat(st_weights *w, const char *name, int k, int n, int experts, s
     if (!t) return -1;
     if (n % ST_LANES)
         return st_fail(err, "model_unsupported", "tensor %s has %d rows; they must be a multiple of %d", name, n, ST_LANES);
-    int count = experts ? experts : 1, groups = n / ST_LANES;
-    *out = (st_mat){.type = t->type, .n = n, .k = k, .experts = count};
-    if (t->type == ST_GGML_F32) {
+    int kept = t->type == ST_GGML_F32 || (is_float(t->type) && w->how.dense_as_is);
+    *out = (st_mat){.type = is_float(t->type) ? ST_W_Q8_0 : st_weight_find(t->type), .storage = ST_PACKED, .n = n, .k = k,
+                    .experts = experts ? experts : 1};
+    if (out->type < 0) return st_gguf_refuse_type(t, err);
+    if (kept) return keep_floats(w, t, out, err);
+    out->form = st_weight_type_at(out->type)->form;
+    if (k % st_weight_type_at(out->type)->block)
+        return st_fail(err, "model_unsupported", "tensor %s has rows of %d values; to be held as %s they must be a multiple of %d",
+                       name, k, st_weight_type_at(out->type)->name, st_weight_type_at(out->type)->block);
+    if (note_width(w, out, err)) return -1;
+    if (w->how.mapped && !is_float(t->type)) {
+        out->storage = ST_MAPPED;
         out->group_bytes = (size_t)t->row_bytes * ST_LANES;
-        uint8_t *copy = room(w, (size_t)t->nbytes, err);
-        if (!copy) return -1;
-        memcpy(copy, t->data, (size_t)t->nbytes);
-        out->data = copy;
+        out->data = t->data;
         advance(w, t->nbytes);
         return 0;
     }
-    out->group_bytes = st_pack_group_bytes(t->type, k);
-    if (!out->group_bytes) return unsupported(t, "F32, Q8_0 and Q4_0", err);
-    uint8_t *packed = room(w, out->group_bytes * (size_t)groups * (size_t)count, err);
-    if (!packed) return -1;
-    out->data = packed;
-    size_t source = (size_t)t->row_bytes * ST_LANES;
-    for (int i = 0; i < groups * count; i++) {
-        st_pack_group(w->table, t->type, t->data + source * (size_t)i, (size_t)t->row_bytes, ST_LANES, k, packed + out->group_bytes * (size_t)i);
-        if (i % 64 == 63 || i == groups * count - 1) advance(w, source * (size_t)(i % 64 + 1));
-    }
-    return 0;
+    out->group_bytes = st_pack_group_bytes(out->type, k);
+    return pack(w, t, out, err);
 }
+
+int st_gguf_row_readable(const st_gguf_tensor *t) { return is_float(t->type) || st_weight_find(t->type) >= 0; }
 
 void st_gguf_row_f32(const st_gguf_tensor *t, int64_t row, float *out) {
     const uint8_t *p = t->data + (uint64_t)row * t->row_bytes;
     int k = (int)t->ne[0];
-    switch (t->type) {
-    case ST_GGML_F32: memcpy(out, p, (size_t)k * 4); break;
-    case ST_GGML_F16:
-        for (int i = 0; i < k; i++) out[i] = st_h2f((uint16_t)(p[2 * i] | p[2 * i + 1] << 8));
-        break;
-    case ST_GGML_BF16:
+    const st_weight_type *type = st_weight_type_at(st_weight_find(t->type));
+    if (type)
+        for (int i = 0; i < k; i += type->block, p += type->block_bytes) type->floats(p, out + i);
+    else if (t->type == ST_GGML_F32) memcpy(out, p, (size_t)k * 4);
+    else if (t->type == ST_GGML_F16)
+        for (int i = 0; i < k; i++) out[i] = st_half_at(p + 2 * i);
+    else if (t->type == ST_GGML_BF16)
         for (int i = 0; i < k; i++) out[i] = st_bits2f((uint32_t)(p[2 * i] | p[2 * i + 1] << 8) << 16);
-        break;
-    case ST_GGML_Q8_0:
-        for (int b = 0; b < k / 32; b++, p += 34) {
-            float d = st_h2f((uint16_t)(p[0] | p[1] << 8));
-            for (int i = 0; i < 32; i++) *out++ = d * (float)(int8_t)p[2 + i];
-        }
-        break;
-    case ST_GGML_Q4_0:
-        for (int b = 0; b < k / 32; b++, p += 18, out += 32) {
-            float d = st_h2f((uint16_t)(p[0] | p[1] << 8));
-            for (int i = 0; i < 16; i++) {
-                out[i] = d * (float)((p[2 + i] & 15) - 8);
-                out[i + 16] = d * (float)((p[2 + i] >> 4) - 8);
-            }
-        }
-        break;
-    default: memset(out, 0, (size_t)k * 4);
-    }
-}
-
-static int readable_rows(int type) {
-    return type == ST_GGML_F32 || type == ST_GGML_F16 || type == ST_GGML_BF16 || type == ST_GGML_Q8_0 || type == ST_GGML_Q4_0;
+    else memset(out, 0, (size_t)k * 4);
 }
 
 int st_weights_f32(st_weights *w, const char *name, int k, int rows, float **out, st_error *err) {
     const st_gguf_tensor *t = find(w, name, k, rows, 0, err);
     if (!t) return -1;
-    if (!readable_rows(t->type)) return unsupported(t, "F32, F16, BF16, Q8_0 and Q4_0", err);
+    if (!st_gguf_row_readable(t)) return st_gguf_refuse_type(t, err);
     float *p = room(w, (size_t)k * (size_t)rows * sizeof *p, err);
-    if (!p) return -1;
-    for (int r = 0; r < rows; r++) st_gguf_row_f32(t, r, p + (size_t)r * (size_t)k);
-    for (int64_t i = 0; i < (int64_t)k * rows; i++)
-        if (!(p[i] >= -3.4028235e38f && p[i] <= 3.4028235e38f))
-            return st_fail(err, "model_format", "tensor %s holds a value that is not finite (at %lld)", name, (long long)i);
+    if (!p || float_rows(t, 0, rows, p, err)) return -1;
     *out = p;
     advance(w, t->nbytes);
     return 0;

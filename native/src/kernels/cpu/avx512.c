@@ -47,7 +47,7 @@ static inline float vf_tree(vf lo, vf hi) {
 #include "simd.inc"
 
 static inline vi load64(const void *p) { return _mm512_loadu_si512(p); }
-static inline vi dup32(const int8_t *p) {
+static inline vi dup32(const void *p) {
     int32_t v;
     memcpy(&v, p, 4);
     return _mm512_set1_epi32(v);
@@ -104,62 +104,46 @@ INLINE void block_values(const uint8_t *v, int hd, int dv, int n, const vi *u, f
     }
 }
 
-/* Shared end of a block: acc = fma(w_scale * x_scale, isum, acc); a segment of 8 blocks joins the total. */
-INLINE void block_end(vf ws, vi isum, const st_tile *t, int r, int b, vf *acc) {
-    *acc = vf_fma(vf_mul(ws, vf_set1(t->d[r][b])), _mm512_cvtepi32_ps(isum), *acc);
-}
+/* ---- what products.inc asks for, 16 lanes at once ---------------------------------------------------------------- */
 
-INLINE void group_q8_0(const uint8_t *w, int nb, const st_tile *t, int at, const int R) {
-    const uint16_t *scales = (const uint16_t *)(const void *)w;
-    const uint8_t *codes = w + st_pack_scale_bytes(nb * 32);
-    vf acc[ST_TILE], total[ST_TILE];
-    for (int r = 0; r < R; r++) acc[r] = total[r] = _mm512_setzero_ps();
-    for (int b = 0; b < nb; b++, codes += 512) {
-        vi c[8];
-        for (int s = 0; s < 8; s++) c[s] = load64(codes + 64 * s);
-        vf ws = vf_loadh(scales + b * ST_LANES);
-        for (int r = 0; r < R; r++) {
-            const int8_t *q = t->q[r] + b * 32;
-            vi sum = _mm512_setzero_si512();
-            for (int s = 0; s < 8; s++) sum = _mm512_dpbusd_epi32(sum, c[s], dup32(q + 4 * s));
-            block_end(ws, _mm512_sub_epi32(sum, _mm512_set1_epi32(t->sum[r][b] * 128)), t, r, b, &acc[r]);
-        }
-        if ((b & 7) == 7)
-            for (int r = 0; r < R; r++) {
-                total[r] = vf_add(total[r], acc[r]);
-                acc[r] = _mm512_setzero_ps();
-            }
-    }
-    for (int r = 0; r < R; r++) finish(t, r, at, nb & 7 ? vf_add(total[r], acc[r]) : total[r]);
-}
+typedef __m512i pi;
+typedef __m512 pf;
+enum { PART = 16 };
+#define ROWS_AT_ONCE 8
 
-INLINE void group_q4_0(const uint8_t *w, int nb, const st_tile *t, int at, const int R) {
-    const uint16_t *scales = (const uint16_t *)(const void *)w;
-    const uint8_t *codes = w + st_pack_scale_bytes(nb * 32);
-    const vi nibble = _mm512_set1_epi8(15);
-    vf acc[ST_TILE], total[ST_TILE];
-    for (int r = 0; r < R; r++) acc[r] = total[r] = _mm512_setzero_ps();
-    for (int b = 0; b < nb; b++, codes += 256) {
-        vi c[8];
-        for (int s = 0; s < 4; s++) {
-            vi x = load64(codes + 64 * s);
-            c[s] = _mm512_and_si512(x, nibble);
-            c[s + 4] = _mm512_and_si512(_mm512_srli_epi16(x, 4), nibble);
-        }
-        vf ws = vf_loadh(scales + b * ST_LANES);
-        for (int r = 0; r < R; r++) {
-            const int8_t *q = t->q[r] + b * 32;
-            vi sum = _mm512_setzero_si512();
-            for (int s = 0; s < 8; s++) sum = _mm512_dpbusd_epi32(sum, c[s], dup32(q + 4 * s));
-            block_end(ws, _mm512_sub_epi32(sum, _mm512_set1_epi32(t->sum[r][b] * 8)), t, r, b, &acc[r]);
-        }
-        if ((b & 7) == 7)
-            for (int r = 0; r < R; r++) {
-                total[r] = vf_add(total[r], acc[r]);
-                acc[r] = _mm512_setzero_ps();
-            }
-    }
-    for (int r = 0; r < R; r++) finish(t, r, at, nb & 7 ? vf_add(total[r], acc[r]) : total[r]);
-}
+INLINE pi pi_load(const void *p) { return load64(p); }
+INLINE pi pi_zero(void) { return _mm512_setzero_si512(); }
+INLINE pi pi_dup(const void *p) { return dup32(p); }
+INLINE pi pi_each(const int32_t *p) { return _mm512_set1_epi32(*p); }
+INLINE pi pi_bytes(pi x, char mask) { return _mm512_and_si512(x, _mm512_set1_epi8(mask)); }
+INLINE pi pi_or(pi x, pi y) { return _mm512_or_si512(x, y); }
+INLINE pi pi_right16(pi x, unsigned n) { return _mm512_srli_epi16(x, n); }
+INLINE pi pi_left16(pi x, unsigned n) { return _mm512_slli_epi16(x, n); }
+INLINE pi pi_signed_right16(pi x, unsigned n) { return _mm512_srai_epi16(x, n); }
+INLINE pi pi_signed_right32(pi x, unsigned n) { return _mm512_srai_epi32(x, n); }
+INLINE pi pi_left32(pi x, unsigned n) { return _mm512_slli_epi32(x, n); }
+INLINE pi pi_sub32(pi x, pi y) { return _mm512_sub_epi32(x, y); }
+INLINE pi pi_add32(pi x, pi y) { return _mm512_add_epi32(x, y); }
+INLINE pi pi_look_up(const uint8_t *table, pi index) { return _mm512_shuffle_epi8(load64(table), index); }
+INLINE pi pi_shuffle(pi x, const uint8_t *mask) { return _mm512_shuffle_epi8(x, load64(mask)); }
+INLINE pf pf_zero(void) { return _mm512_setzero_ps(); }
+INLINE pf pf_each(const float *p) { return _mm512_set1_ps(*p); }
+INLINE pf pf_load(const float *p) { return _mm512_loadu_ps(p); }
+INLINE void pf_store(float *p, pf x) { _mm512_storeu_ps(p, x); }
+INLINE pf pf_halves(const uint8_t *p) { return vf_loadh((const uint16_t *)(const void *)p); }
+INLINE pf pf_add(pf x, pf y) { return _mm512_add_ps(x, y); }
+INLINE pf pf_mul(pf x, pf y) { return _mm512_mul_ps(x, y); }
+INLINE pf pf_fma(pf x, pf y, pf z) { return _mm512_fmadd_ps(x, y, z); }
+INLINE pf pf_fnma(pf x, pf y, pf z) { return _mm512_fnmadd_ps(x, y, z); } /* -(x * y) + z */
+INLINE pf pf_cvt(pi x) { return _mm512_cvtepi32_ps(x); }
+INLINE pi pi_dot(pi sum, pi w, pi x) { return _mm512_dpbusd_epi32(sum, w, x); }
+INLINE pi pi_dot16(pi sum, pi w, pi x) { return _mm512_dpwssd_epi32(sum, w, x); }
+INLINE pi pi_scaled(pi sum, pi part, pi scale) { return _mm512_add_epi32(sum, _mm512_mullo_epi32(part, scale)); }
+
+/* Keeps a running sum in its register. */
+#define SETTLE(v) __asm__("" : "+v"(v))
+
+#include "vnni.inc"
+#include "products.inc"
 
 const st_kernels st_kernels_avx512 = KERNEL_TABLE("avx512", 1, 128);

@@ -6,7 +6,18 @@ static void quantize(const float *x, int k, int8_t *q, float *d, int32_t *sum) {
     for (int b = 0; b < k / ST_QBLOCK; b++) d[b] = st_quantize_block(x + b * ST_QBLOCK, ST_QBLOCK, q + b * ST_QBLOCK, sum + b);
 }
 
-static float half_at(const uint8_t *p) { return st_h2f((uint16_t)(p[0] | p[1] << 8)); }
+static void quantize256(const float *x, int k, int8_t *q, float *d, int32_t *sum) {
+    for (int b = 0; b < k / 256; b++, q += 256, sum += 12) {
+        int16_t sums[24] = {0};
+        int32_t all;
+        d[b] = st_quantize_block(x + b * 256, 256, q, &all);
+        for (int i = 0; i < 256; i++) {
+            sums[i / 16] = (int16_t)(sums[i / 16] + q[i]);
+            sums[16 + i / 32] = (int16_t)(sums[16 + i / 32] + q[i]);
+        }
+        memcpy(sum, sums, sizeof sums);
+    }
+}
 
 static void finish(const st_tile *t, int row, int at, float v) {
     float *y = t->y[row] + at;
@@ -15,37 +26,82 @@ static void finish(const st_tile *t, int row, int at, float v) {
     else *y = ST_FMA(t->weight[row], v, *y);
 }
 
-static int code_q8_0(const uint8_t *codes, int b, int i, int lane) {
-    return (int)codes[((b * 8 + i / 4) * ST_LANES + lane) * 4 + i % 4] - 128;
-}
-static int code_q4_0(const uint8_t *codes, int b, int i, int lane) {
-    int byte = codes[((b * 4 + i % 16 / 4) * ST_LANES + lane) * 4 + i % 4];
-    return (i < 16 ? byte & 15 : byte >> 4) - 8;
+/* Code i of a block of 32 in lane `lane` (layouts: kernels.h). */
+static int code_of(int bits, const uint8_t *v, int lane, int i) {
+    int s = i / 4, t = i % 4, step = bits == 8 ? s : s & 3;
+    int byte = v[step * 64 + lane * 4 + t];
+    if (bits == 8) return byte;
+    if (bits == 4) return s < 4 ? byte & 15 : byte >> 4;
+    return s < 4 ? byte & 31 : byte >> 5 | (v[4 * 64 + lane * 4 + t] >> 2 * step & 3) << 3;
 }
 
-static void mm(int (*code)(const uint8_t *, int, int, int), const uint8_t *w, size_t stride, int groups, int nb,
-               const st_tile *t) {
+/* Code i of 16 codes of 6 bits. */
+static int code_of_6(const uint8_t *v, int lane, int i) {
+    const uint8_t *p = v + lane * 4 + i % 4;
+    return i < 12 ? p[i / 4 * 64] & 63 : p[0] >> 6 | p[64] >> 6 << 2 | p[128] >> 6 << 4;
+}
+
+static void unpack32(const int type, const uint8_t *w, int blocks, int b, int lane, st_block32 *out) {
+    const uint8_t *v = w + st_pack_blocks_at(type, blocks) + (size_t)b * (size_t)st_weight_vectors(type) * 64;
+    out->d = st_half_at(w + (b * ST_LANES + lane) * 2);
+    out->m = st_weight_has_min(type) ? st_half_at(w + st_pack_scale_bytes(blocks) + (b * ST_LANES + lane) * 2) : 0.0f;
+    for (int i = 0; i < 32; i++) {
+        int code = code_of(st_weight_bits(type), v, lane, i);
+        out->q[i] = (int8_t)(type == ST_W_IQ4_NL ? st_iq4_nl_value(code) : code - (type == ST_W_Q8_0 ? 128 : st_weight_offset(type)));
+    }
+}
+
+static void unpack256(const int type, const uint8_t *w, int blocks, int b, int lane, st_block256 *out) {
+    const uint8_t *v = w + st_pack_blocks_at(type, blocks) + (size_t)b * (size_t)st_weight_vectors(type) * 64;
+    const uint8_t *codes = v + st_weight_head(type) * 64;
+    int six = st_weight_bits(type) == 6;
+    out->d = st_half_at(w + (b * ST_LANES + lane) * 2);
+    out->dmin = six ? 0.0f : st_half_at(w + st_pack_scale_bytes(blocks) + (b * ST_LANES + lane) * 2);
+    for (int g = 0; g < 16; g++) { /* of 16 values */
+        int at = six ? g : g / 2;
+        out->sc[g] = (int8_t)v[at / 4 * 64 + lane * 4 + at % 4];
+        if (!six) out->mn[at] = (int8_t)v[(2 + at / 4) * 64 + lane * 4 + at % 4];
+        for (int i = 0; i < 16; i++)
+            out->q[16 * g + i] = (int8_t)(six ? code_of_6(codes + 3 * g * 64, lane, i) - 32
+                                              : code_of(st_weight_bits(type), codes + at * st_weight_bits(type) * 64, lane, g % 2 * 16 + i));
+    }
+}
+
+static void mm32(const int type, const uint8_t *w, size_t stride, int groups, int k, const st_tile *t) {
+    st_block32 block;
     for (int g = 0; g < groups; g++, w += stride)
-        for (int r = 0; r < t->rows; r++)
-            for (int lane = 0; lane < ST_LANES; lane++) {
-                st_rowsum s;
-                st_rowsum_start(&s);
-                for (int b = 0; b < nb; b++) {
-                    int32_t isum = 0;
-                    for (int i = 0; i < ST_QBLOCK; i++)
-                        isum += code(w + st_pack_scale_bytes(nb * 32), b, i, lane) * t->q[r][b * ST_QBLOCK + i];
-                    st_rowsum_block(&s, half_at(w + (b * ST_LANES + lane) * 2), t->d[r][b], isum);
-                }
-                finish(t, r, g * ST_LANES + lane, st_rowsum_end(&s));
+        for (int lane = 0; lane < ST_LANES; lane++) {
+            st_rowsum s[ST_TILE];
+            for (int r = 0; r < t->rows; r++) st_rowsum_start(&s[r]);
+            for (int b = 0; b < k / 32; b++) {
+                unpack32(type, w, k / 32, b, lane, &block);
+                for (int r = 0; r < t->rows; r++)
+                    st_block32_join(&s[r], &block, st_weight_has_min(type), t->q[r] + b * 32, t->d[r][b]);
             }
+            for (int r = 0; r < t->rows; r++) finish(t, r, g * ST_LANES + lane, st_rowsum_end(&s[r]));
+        }
 }
 
-static void mm_q8_0(const uint8_t *w, size_t stride, int groups, int nb, const st_tile *t) {
-    mm(code_q8_0, w, stride, groups, nb, t);
+static void mm256(const int type, const uint8_t *w, size_t stride, int groups, int k, const st_tile *t) {
+    st_block256 block;
+    for (int g = 0; g < groups; g++, w += stride)
+        for (int lane = 0; lane < ST_LANES; lane++) {
+            st_rowsum s[ST_TILE];
+            for (int r = 0; r < t->rows; r++) st_rowsum_start(&s[r]);
+            for (int b = 0; b < k / 256; b++) {
+                unpack256(type, w, k / 256, b, lane, &block);
+                for (int r = 0; r < t->rows; r++)
+                    st_block256_join(&s[r], &block, st_weight_has_min(type), t->q[r] + b * 256, t->d[r][b]);
+            }
+            for (int r = 0; r < t->rows; r++) finish(t, r, g * ST_LANES + lane, st_rowsum_end(&s[r]));
+        }
 }
-static void mm_q4_0(const uint8_t *w, size_t stride, int groups, int nb, const st_tile *t) {
-    mm(code_q4_0, w, stride, groups, nb, t);
-}
+
+#define MM(U, l, size, bytes, bits, offset, min) \
+    static void mm_##l(const uint8_t *w, size_t stride, int groups, int k, const st_tile *t) { \
+        mm##size(ST_W_##U, w, stride, groups, k, t); \
+    }
+ST_WEIGHT_LIST(MM)
 
 static void dots(const float *w, int n, int k, const float *x, float *y) {
     for (int i = 0; i < n; i++) y[i] = st_dot(w + (size_t)i * (size_t)k, x, k);
@@ -98,7 +154,7 @@ static float block_score(const st_attend *a, const uint8_t *head, int pos, const
         int32_t isum = 0;
         for (int j = g * ST_KVGROUP; j < a->hd && j < (g + 1) * ST_KVGROUP; j++)
             isum += ((int)head[(j / 4 * ST_POSBLOCK + pos) * 4 + j % 4] - 128) * q[j];
-        float ks = half_at(head + st_kv_kscale_offset(a->hd) + (size_t)(g * ST_POSBLOCK + pos) * 2);
+        float ks = st_half_at(head + st_kv_kscale_offset(a->hd) + (size_t)(g * ST_POSBLOCK + pos) * 2);
         s = ST_FMA(qs[g] * ks, (float)isum, s);
     }
     return s * a->scale;
@@ -110,7 +166,7 @@ static float value_group(const st_attend *a, const uint8_t *head, int g, const f
     int dv = a->hd - g * ST_KVGROUP < ST_KVGROUP ? a->hd - g * ST_KVGROUP : ST_KVGROUP;
     const int8_t *codes = (const int8_t *)head + st_kv_v_offset(a->hd);
     for (int i = 0; i < n; i++) {
-        vs[i] = half_at(head + st_kv_vscale_offset(a->hd) + (size_t)(g * ST_POSBLOCK + i) * 2);
+        vs[i] = st_half_at(head + st_kv_vscale_offset(a->hd) + (size_t)(g * ST_POSBLOCK + i) * 2);
         for (int j = 0; j < dv; j++) v[i * dv + j] = codes[(i / 4 * a->hd + g * ST_KVGROUP + j) * 4 + i % 4];
     }
     return st_attn_block(score, n, v, dv, vs, dv, out, den);
@@ -153,8 +209,9 @@ const st_kernels st_kernels_scalar = {
     .code_bytes = 1,
     .q8_bias = 128,
     .quantize = quantize,
-    .mm_q8_0 = mm_q8_0,
-    .mm_q4_0 = mm_q4_0,
+    .quantize256 = quantize256,
+#define MEMBER(U, l, size, bytes, bits, offset, min) [ST_W_##U] = mm_##l,
+    .mm = {ST_WEIGHT_LIST(MEMBER)},
     .dots = dots,
     .rms_norm = rms_norm,
     .l2_norm = l2_norm,
