@@ -44,7 +44,7 @@ FAMILIES = {
 
 
 def sigmoid(x: Array) -> Array:
-    return 1 / (1 + np.exp(-x))
+    return np.asarray(1 / (1 + np.exp(-x)))
 
 
 def silu(x: Array) -> Array:
@@ -52,19 +52,19 @@ def silu(x: Array) -> Array:
 
 
 def softplus(x: Array) -> Array:
-    return np.logaddexp(0, x)
+    return np.asarray(np.logaddexp(0, x))
 
 
 def softmax(x: Array) -> Array:
     """Over the last axis."""
     e = np.exp(x - x.max(-1, keepdims=True))
-    return e / e.sum(-1, keepdims=True)
+    return np.asarray(e / e.sum(-1, keepdims=True))
 
 
 def log_softmax(x: Array) -> Array:
     """Over the last axis."""
     y = x - x.max(-1, keepdims=True)
-    return y - np.log(np.exp(y).sum(-1, keepdims=True))
+    return np.asarray(y - np.log(np.exp(y).sum(-1, keepdims=True)))
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
@@ -108,7 +108,7 @@ class Reference:
         return np.asarray(values, np.float32).reshape([int(n) for n in reversed(t.shape)])
 
     def weight(self, layer: int, name: str) -> Array:
-        return self.tensor(f"blk.{layer}.{name}").astype(self._dtype)
+        return self.tensor(f"blk.{layer}.{name}").astype(self._dtype, copy=False)
 
     def linear(self, x: Array, layer: int, name: str) -> Array:
         """[..., outputs] of rows x [..., inputs]."""
@@ -199,7 +199,7 @@ class Reference:
         y = np.zeros_like(x)
         for e in np.unique(chosen):
             rows, place = np.nonzero(chosen == e)
-            g, u, w = (m[e].astype(self._dtype) for m in (gate, up, down))
+            g, u, w = (m[e].astype(self._dtype, copy=False) for m in (gate, up, down))
             y[rows] += share[rows, place][:, None] * ((silu(x[rows] @ g.T) * (x[rows] @ u.T)) @ w.T)
         shared = sigmoid(x @ self.weight(layer, "ffn_gate_inp_shexp.weight").reshape(-1))
         return np.asarray(y + shared[:, None] * self.dense(x, layer, "_shexp"))
@@ -212,7 +212,7 @@ class Reference:
 
     def logits(self, ids: Sequence[int], want_from: int = 0) -> Array:
         """[len(ids) - want_from, vocab]: the logits behind every token from `want_from` on."""
-        x = self.tensor("token_embd.weight")[list(ids)].astype(self._dtype)
+        x = self.tensor("token_embd.weight")[list(ids)].astype(self._dtype, copy=False)
         routed = f"{self.arch}.expert_count" in self._reader.fields
         for i in range(self.n_layers):
             h = rms_norm(x, self.weight(i, "attn_norm.weight"), self.eps)
@@ -220,8 +220,8 @@ class Reference:
             h = rms_norm(x, self.weight(i, f"{self.family.ffn_norm}.weight"), self.eps)
             x = x + (self.experts(h, i) if routed else self.dense(h, i))
         head = "output.weight" if "output.weight" in self._tensors else "token_embd.weight"
-        x = rms_norm(x[want_from:], self.tensor("output_norm.weight").astype(self._dtype), self.eps)
-        y: Array = x @ self.tensor(head).astype(self._dtype).T
+        x = rms_norm(x[want_from:], self.tensor("output_norm.weight").astype(self._dtype, copy=False), self.eps)
+        y: Array = x @ self.tensor(head).astype(self._dtype, copy=False).T
         return y
 
 

@@ -69,10 +69,10 @@ class _Weights:
 
     def matrix(self, *shape: int, gain: float = 1.0) -> Floats:
         """[..., outputs, inputs], sized so that unit inputs give outputs of about `gain`."""
-        return (self._rng.standard_normal(shape) * gain / np.sqrt(shape[-1])).astype(np.float32)
+        return np.asarray(self._rng.standard_normal(shape) * gain / np.sqrt(shape[-1]), np.float32)
 
     def vector(self, n: int, middle: float, spread: float) -> Floats:
-        return (middle + spread * self._rng.standard_normal(n)).astype(np.float32)
+        return np.asarray(middle + spread * self._rng.standard_normal(n), np.float32)
 
 
 def _attention(m: Tiny, w: _Weights) -> Iterator[tuple[str, Floats]]:
