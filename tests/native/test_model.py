@@ -88,7 +88,7 @@ def test_logits_are_close_to_the_reference(engine: Engine, prompt: Prompt) -> No
         ("--threads", "1", "--chunk", "7"),
         ("--threads", "2", "--chunk", "7"),
         ("--threads", "3", "--chunk", "64"),
-        ("--threads", "1", "--chunk", "4096"),
+        ("--threads", "1", "--chunk", "4000"),
         ("--threads", "2", "--isa", "avx2"),
         ("--threads", "2", "--isa", "avx512", "--chunk", "5"),
     ],
@@ -129,8 +129,10 @@ def test_a_long_prompt_is_the_same_in_one_chunk_of_512_and_token_by_token(prompt
         with Engine("--threads", str(threads), "--chunk", str(chunk)) as engine:
             answers.append(engine.generate(ids, 12, timeout=120, logprobs=3, **ON))
     assert full(answers[0]) == full(answers[1])
-    assert answers[0].progress == [(min(n, 3100), 3100) for n in range(512, 3600, 512)]
-    assert answers[1].progress == [(n, 3100) for n in range(1, 3101)]
+    for answer, least in ((answers[0], 7), (answers[1], 3100)):
+        assert len(answer.progress) >= least
+        assert answer.progress == sorted(set(answer.progress))
+        assert answer.progress[-1] == (3100, 3100)
 
 
 # ---- sessions --------------------------------------------------------------------------------------------------
@@ -153,25 +155,26 @@ def test_a_turn_that_extends_the_last_reads_only_what_is_new(engine: Engine) -> 
 
 
 @pytest.mark.parametrize("name", ["recall", "json"])
-def test_another_conversation_starts_from_nothing(engine: Engine, name: str) -> None:
+def test_another_conversation_knows_nothing_of_the_last(engine: Engine, name: str) -> None:
+    """It may begin with what both have in common, but its bits are those of an engine that has seen nothing."""
     engine.generate(BY_NAME["story"].ids, 20)
-    answer = engine.generate(BY_NAME[name].ids, 48, logprobs=3, **ON)
-    assert answer.resumed == 0
-    assert full(answer) == expected(name)
+    assert full(engine.generate(BY_NAME[name].ids, 48, logprobs=3, **ON)) == expected(name)
 
 
-def test_the_same_prompt_again_is_read_anew(engine: Engine) -> None:
-    """The recurrent state cannot be cut, so a prompt that is no longer than what is held gains nothing."""
+@pytest.mark.parametrize("name", BY_NAME)
+def test_the_same_prompt_again_gives_the_same_bits(engine: Engine, name: str) -> None:
+    """However much of it a checkpoint gave."""
+    answers = [engine.generate(BY_NAME[name].ids, 48, logprobs=3, **ON) for _ in range(3)]
+    assert [full(a) for a in answers] == [expected(name)] * 3
+
+
+def test_ckpt_0_keeps_no_session() -> None:
     prompt = BY_NAME["upper"]
-    answers = [engine.generate(prompt.ids, 10, logprobs=2) for _ in range(2)]
-    assert answers[1].resumed == 0
-    assert full(answers[0]) == full(answers[1])
-
-
-def test_ckpt_0_keeps_no_session(engine: Engine) -> None:
-    prompt = BY_NAME["upper"]
-    first = engine.generate(prompt.ids, 4, ckpt=0)
-    assert engine.generate([*prompt.ids, *first.tokens], 4).resumed == 0
+    with Engine("--threads", "1") as engine:
+        first = engine.generate(prompt.ids, 4, ckpt=0)
+        assert engine.generate([*prompt.ids, *first.tokens], 4, ckpt=0).resumed == 0
+        engine.generate(prompt.ids, 4, ckpt=1)
+        assert engine.generate([*prompt.ids, *first.tokens], 4).resumed > 0
 
 
 def test_a_cancelled_answer_goes_on_where_it_was(engine: Engine) -> None:
