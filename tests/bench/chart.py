@@ -14,7 +14,8 @@ RIGHT = 110  # room for the numbers
 BAR = 14
 STEP = 24
 GAP = 34
-BETTER, WORSE, INK, FAINT, PAPER = "#2f7d5b", "#b4562f", "#24292f", "#9aa4ae", "#ffffff"
+BETTER, WORSE, DOUBTFUL = "#2f7d5b", "#b4562f", "#c4cbd2"  # the last for ratios measured in company
+INK, FAINT, PAPER = "#24292f", "#9aa4ae", "#ffffff"
 SECTIONS = (("engine", "llama-bench"), ("slots", "llama-batched-bench"), ("http", "llama-server"))
 
 
@@ -59,12 +60,13 @@ class Canvas:
         self.parts.append(_text(16, self.y + BAR - 3, text, size=13, bold=True))
         self.y += STEP
 
-    def bar(self, title: str, low: float, median: float, high: float) -> None:
+    def bar(self, row: Row, low: float, median: float, high: float) -> None:
         """One ratio with its spread."""
-        middle, color = self.y + BAR / 2, BETTER if median >= 1 else WORSE
+        middle = self.y + BAR / 2
+        color = DOUBTFUL if row.disturbed else BETTER if median >= 1 else WORSE
         width = self.x(median) - LEFT
         self.parts += [
-            _text(LEFT - 10, self.y + BAR - 3, title, anchor="end"),
+            _text(LEFT - 10, self.y + BAR - 3, row.title, anchor="end"),
             f'<rect x="{LEFT}" y="{self.y:.1f}" width="{width:.1f}" height="{BAR}" fill="{color}" rx="2"/>',
             f'<path d="M{self.x(low):.1f} {middle:.1f}H{self.x(high):.1f}M{self.x(low):.1f} {middle - 4:.1f}v8'
             f'M{self.x(high):.1f} {middle - 4:.1f}v8" stroke="{INK}" fill="none"/>',
@@ -95,11 +97,11 @@ class Canvas:
         )
 
 
-def _groups(model: ModelReport) -> list[tuple[str, list[tuple[str, tuple[float, float, float]]]]]:
+def _groups(model: ModelReport) -> list[tuple[str, list[tuple[Row, tuple[float, float, float]]]]]:
     groups = []
     for part, peer in SECTIONS:
         rows: list[Row] = getattr(model, part)
-        bars = [(row.title, better) for row in rows if (better := advantage(row))]
+        bars = [(row, better) for row in rows if (better := advantage(row))]
         if bars:
             groups.append((f"{model.name}, beside {peer}", bars))
     return groups
@@ -108,10 +110,10 @@ def _groups(model: ModelReport) -> list[tuple[str, list[tuple[str, tuple[float, 
 def svg(report: Report) -> str:
     """How many times better Strata is, for every figure that has a peer; 1 is the peer."""
     groups = [group for model in report.models for group in _groups(model)]
-    canvas = Canvas(scale_end([median for _, bars in groups for _, (_, median, _) in bars]))
+    canvas = Canvas(scale_end([median for _, bars in groups for row, (_, median, _) in bars if not row.disturbed]))
     for heading, bars in groups:
         canvas.heading(heading)
-        for title, (low, median, high) in bars:
-            canvas.bar(title, low, median, high)
-    note = "Times better than llama.cpp (1 = as good): median, least and greatest of pairs measured in turns"
+        for row, (low, median, high) in bars:
+            canvas.bar(row, low, median, high)
+    note = "Times better than llama.cpp: median, least and greatest of pairs measured in turns; grey: in company"
     return canvas.finish(f"{note}; commit {report.facts.get('commit', 'unknown')}.")

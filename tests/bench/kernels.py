@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.bench.engine import ENGINE, BenchError
 from tests.bench.report import Kernel
-from tests.bench.spread import Spread, Watch
+from tests.bench.spread import QUIET, Spread, Watch
 
 SOURCE = Path(__file__).with_name("probe.c")
 COMPILER = ("gcc", "-std=gnu11", "-O2", "-march=native", "-pthread")
@@ -61,9 +61,9 @@ class Speed:
     gops: float
 
     @property
-    def name(self) -> str:
-        """As the table calls it."""
-        return f"{self.kind} {self.isa}, k={self.length}, {self.rows} row{'s' if self.rows > 1 else ''}"
+    def key(self) -> tuple[str, str, int, int]:
+        """What it is the speed of."""
+        return self.kind, self.isa, self.length, self.rows
 
 
 def parse_kernels(text: str) -> list[Speed]:
@@ -91,7 +91,7 @@ def measure(rounds: int, quiet_wait_s: float, watch: Watch) -> tuple[list[Limits
         probe = str(Path(folder, "probe"))
         _run([*COMPILER, str(SOURCE), "-o", probe])
         for _ in range(rounds):
-            watch.wait_for_quiet(quiet_wait_s)
+            watch.wait_for_quiet(quiet_wait_s, QUIET)
             limits.append(Limits.parse(_run([probe])))
             speeds.append(parse_kernels(_run([str(ENGINE), "--bench-kernels"])))
     return limits, speeds
@@ -112,11 +112,11 @@ def kernel_rows(limits: Sequence[Limits], speeds: Sequence[Sequence[Speed]]) -> 
     """Every kernel's spread over the rounds, each round beside its own limits."""
     rows = []
     for i, first in enumerate(speeds[0]):
-        seen = [round_[i] for round_ in speeds if len(round_) > i and round_[i].name == first.name]
+        seen = [round_[i] for round_ in speeds if len(round_) > i and round_[i].key == first.key]
         gbytes, gops = Spread.of(s.gbytes for s in seen), Spread.of(s.gops for s in seen)
         beside = list(zip(seen, limits, strict=False))
         bandwidth = Spread.of(s.gbytes / limit.one("read_cache") for s, limit in beside)
         peak = Spread.of(s.gops / limit.one("int8") for s, limit in beside)
         if gbytes and gops:
-            rows.append(Kernel(first.name, gbytes, gops, bandwidth, peak))
+            rows.append(Kernel(*first.key, gbytes, gops, bandwidth, peak))
     return rows

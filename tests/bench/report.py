@@ -14,8 +14,8 @@ FORMAT = 1
 NONE = "-"  # a cell without a figure
 PARTS = ("engine", "slots", "http", "daemon")
 METHOD = (
-    "Ratio = Strata / peer, pair by pair: median (least to greatest). ↓ marks figures of which less is better. "
-    "Engine is compared with llama-bench and llama-batched-bench, HTTP with llama-server."
+    "Ratio = Strata / peer, pair by pair, measured in turns: median (least to greatest). ↓ marks figures of which less "
+    "is better. Others = the largest share of the machine that other programs took during a pair."
 )
 
 
@@ -29,24 +29,35 @@ class Row:
     peer: Spread | None = None
     ratio: Spread | None = None
     lower_is_better: bool = False
-    disturbed: bool = False  # others used the machine while it was measured
+    foreign: float = 0.0  # the largest share of the machine that others took during a pair, 0..1
+    disturbed: bool = False  # that was more than what is measured leaves free
 
     @classmethod
     def of(cls, series: Series, metric: str, title: str, unit: str, *, lower_is_better: bool = False) -> Row:
         """The row of one metric of a series."""
         spreads = series.ours(metric), series.peer(metric), series.ratio(metric)
-        return cls(title, unit, *spreads, lower_is_better=lower_is_better, disturbed=series.disturbed)
+        return cls(
+            title, unit, *spreads, lower_is_better=lower_is_better, foreign=series.foreign, disturbed=series.disturbed
+        )
 
 
 @dataclass(frozen=True)
 class Kernel:
     """One kernel beside what the processor can do, both measured in the same minute with one thread."""
 
-    name: str
+    kind: str  # of weights
+    isa: str
+    length: int  # of a row of weights
+    rows: int  # of activations
     gbytes: Spread  # GB/s of weights read
     gops: Spread  # 1e9 integer operations a second, a multiply-add being two
     of_bandwidth: Spread | None  # share of the bandwidth of data as large as the kernel's
     of_peak: Spread | None  # share of the integer peak
+
+    @property
+    def name(self) -> str:
+        """As the table calls it."""
+        return f"{self.kind} {self.isa}, k={self.length}, {self.rows} row{'s' if self.rows > 1 else ''}"
 
 
 @dataclass
@@ -121,11 +132,12 @@ def value_cell(spread: Spread | None) -> str:
     return NONE if spread is None else number(spread.median)
 
 
-def ratio_cell(spread: Spread | None) -> str:
-    """`median (least to greatest)`, as a cell."""
-    if spread is None:
+def ratio_cell(row: Row) -> str:
+    """`median (least to greatest)`, as a cell; a disturbed one is marked and not in bold."""
+    if row.ratio is None:
         return NONE
-    return f"**{spread.median:.2f}** ({spread.low:.2f} to {spread.high:.2f})"
+    median, span = f"{row.ratio.median:.2f}", f"({row.ratio.low:.2f} to {row.ratio.high:.2f})"
+    return f"⚠ {median} {span}" if row.disturbed else f"**{median}** {span}"
 
 
 def share_cell(spread: Spread | None) -> str:
@@ -140,14 +152,22 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _row_cells(row: Row) -> list[str]:
-    title = row.title + (" ↓" if row.lower_is_better else "") + (" ⚠" if row.disturbed else "")
+    title = row.title + (" ↓" if row.lower_is_better else "")
     count = NONE if row.ours is None else str(row.ours.count)
-    return [title, value_cell(row.ours), value_cell(row.peer), row.unit, ratio_cell(row.ratio), count]
+    return [
+        title,
+        value_cell(row.ours),
+        value_cell(row.peer),
+        row.unit,
+        ratio_cell(row),
+        count,
+        f"{100 * row.foreign:.0f} %",
+    ]
 
 
 def rows_table(rows: Sequence[Row], peer: str) -> str:
     """The table of one section."""
-    return table(["", "Strata", peer, "unit", "ratio", "pairs"], map(_row_cells, rows))
+    return table(["", "Strata", peer, "unit", "ratio", "pairs", "others"], map(_row_cells, rows))
 
 
 def model_sections(model: ModelReport, level: str) -> list[str]:
@@ -177,6 +197,17 @@ def disturbed(report: Report) -> bool:
     return any(row.disturbed for model in report.models for row in model.rows)
 
 
+def main_kernels(kernels: Sequence[Kernel]) -> list[Kernel]:
+    """Of each kind the longest rows of weights, with the least and the most rows of activations."""
+    chosen = []
+    for kind in dict.fromkeys((k.kind, k.isa) for k in kernels):
+        same = [k for k in kernels if (k.kind, k.isa) == kind]
+        longest = [k for k in same if k.length == max(k.length for k in same)]
+        ends = {min(k.rows for k in longest), max(k.rows for k in longest)}
+        chosen += [k for k in longest if k.rows in ends]
+    return chosen
+
+
 def kernel_part(report: Report) -> str:
     """What the processor can do, and what the kernels make of it."""
     limits = table(
@@ -187,7 +218,7 @@ def kernel_part(report: Report) -> str:
         return limits
     rows = (
         [k.name, number(k.gbytes.median), share_cell(k.of_bandwidth), number(k.gops.median), share_cell(k.of_peak)]
-        for k in report.kernels
+        for k in main_kernels(report.kernels)
     )
     return limits + "\n" + table(["kernel, 1 thread", "GB/s", "of bandwidth", "GOP/s", "of int8 peak"], rows)
 
@@ -196,7 +227,10 @@ def notes(report: Report) -> list[str]:
     """What a reader must know to judge the tables."""
     parts = [METHOD + "\n", facts_line(report) + ".\n"]
     if disturbed(report):
-        parts.append("⚠ other programs used the machine meanwhile; take these ratios with care.\n")
+        parts.append(
+            "⚠ = other programs took more of the machine than was free; such a ratio says little, because programs "
+            "suffer from company in different degrees.\n"
+        )
     if report.missing:
         parts.append("Not measured:\n\n" + "".join(f"- {reason}\n" for reason in report.missing))
     return parts

@@ -8,6 +8,7 @@ would be asked again and again, which flatters any cache.) Choosing and printing
 
 from __future__ import annotations
 
+import os
 import statistics
 
 from tests.bench.engine import BenchError, Done, Engine
@@ -76,7 +77,12 @@ def rows_of(series: Series, threads: int) -> list[Row]:
 def compare(subject: Subject, peer: Peer | None, threads: int, repeats: int, plan: Plan, watch: Watch) -> list[Row]:
     """Measure both sides in turns with `threads` threads."""
     other = peer_side(peer, subject, threads, repeats) if peer else None
+    free = 1 - threads / (os.cpu_count() or threads)
     series = take_turns(
-        lambda turn: measure_engine(subject, threads, repeats, turn), other, plan, watch, ("decode", "prompt")
+        lambda turn: measure_engine(subject, threads, repeats, turn),
+        other,
+        plan.leaving(free),
+        watch,
+        ("decode", "prompt"),
     )
     return rows_of(series, threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ Side = Callable[[int], Sample]
 """Measures one turn; the argument counts the turns, so that prompts can differ from turn to turn."""
 
 QUIET = 0.10
-"""Share of the machine that others may have used during a pair that counts as undisturbed."""
+"""Share of the machine that others may take, besides what is left to them, while a pair counts as undisturbed."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,6 @@ class Pair:
     peer: Sample | None
     foreign: float  # share of the machine that other programs and the hypervisor took meanwhile, 0..1
 
-    @property
-    def quiet(self) -> bool:
-        """Whether this pair can be trusted."""
-        return self.foreign <= QUIET
-
     def ratio(self, metric: str) -> float | None:
         """Ours by the peer's; None where a side is missing or the peer's is not above 0."""
         if self.peer is None or metric not in self.ours or self.peer.get(metric, 0.0) <= 0:
@@ -68,13 +64,18 @@ class Plan:
     most: int = 12  # tries, when pairs are disturbed or spread widely
     wide: float = 1.15  # greatest by least ratio beyond which more pairs are taken
     quiet_wait_s: float = 20.0  # how long to wait before a pair for others to become quiet
+    allowed: float = QUIET  # share of the machine that others may take
+
+    def leaving(self, free: float) -> Plan:
+        """This plan where `free`, a share of the machine, is not used by what is measured: others may have it."""
+        return dataclasses.replace(self, allowed=free + QUIET)
 
 
 class Watch(Protocol):
     """Sees what the rest of the machine does (`machine.Company`)."""
 
-    def wait_for_quiet(self, limit_s: float) -> None:
-        """Return when others are quiet, or after `limit_s`."""
+    def wait_for_quiet(self, limit_s: float, allowed: float) -> None:
+        """Return when others take no more than `allowed` of the machine, or after `limit_s`."""
 
     def start(self) -> None:
         """Begin to count."""
@@ -88,18 +89,34 @@ class Series:
     """The pairs of one comparison."""
 
     wanted: int
+    allowed: float = QUIET  # share of the machine that others may take
     pairs: list[Pair] = field(default_factory=list)
 
     @property
+    def quiet(self) -> list[Pair]:
+        """The undisturbed pairs."""
+        return [pair for pair in self.pairs if pair.foreign <= self.allowed]
+
+    @property
     def counted(self) -> list[Pair]:
-        """The undisturbed pairs if there are as many as wanted, else all: company is then part of the result."""
-        quiet = [pair for pair in self.pairs if pair.quiet]
-        return quiet if len(quiet) >= self.wanted else self.pairs
+        """The undisturbed pairs if there are as many as wanted, else as many of the least disturbed ones.
+
+        What decides is how much others ran, never what was measured.
+        """
+        quiet = self.quiet
+        if len(quiet) >= self.wanted:
+            return quiet
+        return sorted(self.pairs, key=lambda pair: pair.foreign)[: self.wanted]
+
+    @property
+    def foreign(self) -> float:
+        """The largest share of the machine that others took during a counted pair."""
+        return max((pair.foreign for pair in self.counted), default=0.0)
 
     @property
     def disturbed(self) -> bool:
-        """Whether disturbed pairs had to be counted."""
-        return any(not pair.quiet for pair in self.counted)
+        """Whether others took more than they may."""
+        return self.foreign > self.allowed
 
     def ours(self, metric: str) -> Spread | None:
         """Our values."""
@@ -121,10 +138,10 @@ class Series:
 
 def take_turns(ours: Side, peer: Side | None, plan: Plan, watch: Watch, metrics: Sequence[str]) -> Series:
     """Measure pairs until `plan` is fulfilled; `metrics` are those whose spread decides about more."""
-    series = Series(plan.pairs)
+    series = Series(plan.pairs, plan.allowed)
     while not _enough(series, plan, metrics):
         turn = len(series.pairs)
-        watch.wait_for_quiet(plan.quiet_wait_s)
+        watch.wait_for_quiet(plan.quiet_wait_s, plan.allowed)
         watch.start()
         if peer is None:
             mine, theirs = ours(turn), None
@@ -141,6 +158,6 @@ def take_turns(ours: Side, peer: Side | None, plan: Plan, watch: Watch, metrics:
 def _enough(series: Series, plan: Plan, metrics: Sequence[str]) -> bool:
     if len(series.pairs) >= plan.most:
         return True
-    if sum(pair.quiet for pair in series.pairs) < plan.pairs:
+    if len(series.quiet) < plan.pairs:
         return False
     return not series.wide(plan.wide, metrics)
