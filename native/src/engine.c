@@ -174,8 +174,11 @@ static st_spec_rule rule_of(const engine *e, const st_request *req) {
 /* Take over the request and let the slot read. */
 static void admit(engine *e, st_slot *t, st_request *req) {
     st_error err = {0};
-    if (req->n_ids >= e->m->shape.max_context) {
+    if (req->n_ids >= e->m->shape.max_context)
         st_fail(&err, "context_full", "prompt (%d tokens) leaves no room in the context (%d)", req->n_ids, e->m->shape.max_context);
+    else if ((req->n_ids + 63) / 64 > st_pool_limit(e->pool))
+        st_fail(&err, "pool_full", "prompt (%d tokens) is larger than the page pool (%d blocks of 64 tokens)", req->n_ids, st_pool_limit(e->pool));
+    if (*err.name) {
         st_slot_say_error(t->id, &err);
         st_request_free(req);
         return;
@@ -330,21 +333,30 @@ static void heed_orders(engine *e) {
     }
 }
 
-/* Every running slot is parked for want of room: the youngest gives its blocks and reads again later. */
+static void fail_pool_full(engine *e, st_slot *t) {
+    st_error err;
+    st_fail(&err, "pool_full", "the page pool (%d blocks of 64 tokens) is too small for this request alone", st_pool_limit(e->pool));
+    fail(e, t, &err);
+}
+
+/* Every running slot is parked for want of room: the youngest gives its blocks and reads again later. Who needs more than
+ * there is ends: others would wait for it for ever. */
 static void break_deadlock(engine *e) {
     st_slot *youngest = NULL;
     int active = 0;
     for (int i = 0; i < e->n_all; i++) {
         st_slot *t = &e->slots[i];
         if (t->state == ST_SLOT_IDLE) continue;
+        if (t->session->n / 64 >= st_pool_limit(e->pool)) {
+            fail_pool_full(e, t);
+            return;
+        }
         active++;
         if (t->session->n_blocks && (!youngest || t->start > youngest->start)) youngest = t;
     }
     if (!youngest) return;
     if (active == 1) {
-        st_error err;
-        st_fail(&err, "pool_full", "the page pool (%d blocks) is too small for this request alone", st_pool_limit(e->pool));
-        fail(e, youngest, &err);
+        fail_pool_full(e, youngest);
         return;
     }
     e->parked++;
