@@ -120,6 +120,7 @@ class Slots:
     def __init__(self, *args: str | Path, model: str | Path = MODEL, env: dict[str, str] | None = None) -> None:
         self.engine = Engine(*args, model=model, env=env)
         self.running: dict[int, Stream] = {}
+        self.pushed: dict[int, Stream] = {}  # sent to slots that were busy, as far as was known
         self.idle_errors: list[str] = []  # ERR and BERR lines that end no request
         self.stats: list[dict[str, Any]] = []
         self.yields: list[tuple[int, int]] = []
@@ -137,6 +138,18 @@ class Slots:
         stream = self.running[slot] = Stream(slot, req)
         self.engine.send(req.line(slot))
         return stream
+
+    def push(self, slot: int, req: Request) -> Stream:
+        """Send a request into a slot that runs one: it is refused, unless that one has ended meanwhile."""
+        assert slot in self.running and slot not in self.pushed
+        stream = self.pushed[slot] = Stream(slot, req)
+        self.engine.send(req.line(slot))
+        return stream
+
+    def _ended(self, slot: int) -> None:
+        del self.running[slot]
+        if slot in self.pushed:
+            self.running[slot] = self.pushed.pop(slot)
 
     def take(self, timeout: float = 60) -> tuple[str, Stream | None]:
         """One line: its word and whose it is."""
@@ -156,17 +169,21 @@ class Slots:
         stream = self.running[slot]
         stream.take(word, rest)
         if stream.ended:
-            del self.running[slot]
+            self._ended(slot)
         return word, stream
 
     def _error(self, word: str, rest: list[str]) -> Stream | None:
         slot = int(rest.pop(0)) if word == "BERR" else HIDDEN
         stream = self.running.get(slot)
+        if rest[0] == "busy":
+            stream = self.pushed.pop(slot)
+            stream.error = (rest[0], " ".join(rest[1:]))
+            return stream
         if stream is None or (rest[0] not in ("pool_full", "context_full", "non_finite", "no_candidates", "internal")):
             self.idle_errors.append(" ".join(rest))
             return None
         stream.error = (rest[0], " ".join(rest[1:]))
-        del self.running[slot]
+        self._ended(slot)
         return stream
 
     def finish(self, *streams: Stream) -> None:
