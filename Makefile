@@ -8,7 +8,7 @@ JOBS    ?= $(shell nproc)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build run test test-exact sanitize lint clean
+.PHONY: help venv build run test test-exact sanitize lint clean bench bench-peer
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -50,6 +50,12 @@ lint: build ## ruff, mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+bench: build ## speed beside llama.cpp as ratios; BENCH="--quick --model F ..." (see --help)
+	$(BIN)/python -m tests.bench $(BENCH)
+
+bench-peer: build ## build llama.cpp for the bench from its source package, into build/peer
+	$(BIN)/python -m tests.bench.build_peer --jobs $(JOBS)
 
 clean: ## remove the build and the virtual environment
 	rm -rf build $(VENV) .run
