@@ -278,6 +278,9 @@ typedef struct st_kernels {
  * STRATA_ISA, then auto). NULL when unknown or not supported here; *why then says which of the two and what is possible. */
 ST_API const st_kernels *st_kernels_find(const char *isa, const char **why);
 
+/* The version of the arithmetic (native/ARITHMETIC.md): part of the numeric identity and so of every page key. */
+ST_API int st_arith_version(void);
+
 /* Packing (pack.c) for a table; `type` is an enum st_weight. Bytes of one packed group; pack n (<= 16) rows of k values
  * of a row-major tensor, missing rows zero. */
 ST_API size_t st_pack_group_bytes(int type, int k);

@@ -1,6 +1,8 @@
 /* Which kernel table runs: the best the processor has, or the one that is asked for. */
 #include "kernels/kernels.h"
 
+#include "arith.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -66,3 +68,5 @@ const st_kernels *st_kernels_find(const char *isa, const char **why) {
                      : "no such instruction set; choose auto, avx512, avxvnni, avx2 or scalar";
     return NULL;
 }
+
+int st_arith_version(void) { return ST_ARITH_VERSION; }
