@@ -89,6 +89,10 @@ def _byte_alphabet() -> dict[str, int]:
 
 BYTE_OF = _byte_alphabet()
 
+# Without a token for one of these a vocabulary cannot write ordinary text. Some lack control characters, bytes that are
+# no UTF-8, and the first bytes of planes without assigned characters; a character of such bytes is left out of a prompt.
+NEEDED_BYTES = frozenset([*b"\t\n", *range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF1)])
+
 
 class Tokens:
     """The tokenizer of one model file. Immutable, so it may be used from any thread."""
@@ -228,9 +232,9 @@ def _build_model(metadata: Mapping[str, Any], texts: list[str], types: list[int]
     """A tokenizer of ordinary text. Control tokens are left out, so that no text at all can become one."""
     pre = _pre_tokenizer(metadata.get("tokenizer.ggml.pre"))
     vocabulary = {text: i for i, text in enumerate(texts) if types[i] not in (CONTROL, UNKNOWN)}
-    missing = next((char for char in BYTE_OF if char not in vocabulary), None)
+    missing = next((byte for char, byte in BYTE_OF.items() if char not in vocabulary and byte in NEEDED_BYTES), None)
     if missing is not None:
-        raise VocabularyError(f"tokenizer.ggml.tokens lacks byte {BYTE_OF[missing]}")
+        raise VocabularyError(f"tokenizer.ggml.tokens lacks byte {missing}")
     merges = [tuple(merge.split(" ", 1)) for merge in _list(metadata, "tokenizer.ggml.merges", str)]
     try:
         bpe = models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False, ignore_merges=pre.whole_words)

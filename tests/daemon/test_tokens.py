@@ -176,6 +176,17 @@ def test_byte_tokens_give_their_byte() -> None:
     assert table.encode("日本") == [257]
 
 
+def test_a_vocabulary_may_lack_bytes_that_text_does_without() -> None:
+    """SmolLM2's lacks control characters, and the first bytes of planes 4 to 11."""
+    facts = metadata()
+    lacking = {char for char, byte in BYTE_OF.items() if byte in (0x04, 0xC0, 0xF1, 0xFF)}
+    facts["tokenizer.ggml.tokens"] = [
+        f"[unused{i}]" if t in lacking else t for i, t in enumerate(facts["tokenizer.ggml.tokens"])
+    ]
+    table = Tokens(facts)
+    assert b"".join(map(table.token_bytes, table.encode("a\x04é\U00040000\n"))) == "aé".encode() + b"\x80\x80\x80\n"
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -1,6 +1,7 @@
 """`make run`: start stratad from a checkout, ask it one question over HTTP, and show how to go on.
 
-Everything it makes lies in `.run/` of the checkout. Arguments go to stratad as they are.
+Everything it makes lies in `.run/` of the checkout. Arguments go to stratad as they are, but for `--model NAME` where
+NAME is a small real model that can be fetched (stratad.tools.fetch).
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+
+from stratad.tools.fetch import MODELS, FetchError, resolve
 
 QUESTION = "What is the capital of France?"
 POLL_S = 0.1
@@ -71,7 +74,16 @@ def show_next_steps(url: str) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run stratad until it ends; returns its exit status."""
-    args = sys.argv[1:] if arguments is None else arguments
+    args = list(sys.argv[1:] if arguments is None else arguments)
+    question = QUESTION
+    if "--model" in args[:-1]:
+        at = args.index("--model") + 1
+        question = MODELS[args[at]].question if args[at] in MODELS else QUESTION
+        try:
+            args[at] = resolve(args[at])
+        except FetchError as error:
+            print(f"make run: {error}", file=sys.stderr)
+            return 1
     listen = args[args.index("--listen") + 1] if "--listen" in args[:-1] else "127.0.0.1:8080"
     place = Path(".run")
     place.mkdir(mode=0o700, exist_ok=True)
@@ -81,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
     url = base_url(listen)
     try:
         if wait_ready(url, daemon):
-            ask(url, QUESTION)
+            ask(url, question)
             show_next_steps(url)
     except (OSError, ValueError, KeyError) as error:
         print(f"the first question failed: {error}", file=sys.stderr)

@@ -48,9 +48,10 @@ static inline void put_halves(uint8_t *to, const uint8_t *const *block, int at) 
     for (int i = 0; i < 4; i++) memcpy(to + 2 * i, block[i] + at, 2);
 }
 
-/* The four lowest bits, one into each byte. */
+/* The four lowest bits, one into each byte: bits 2 and 3 to 16 and 17, then bits 1 and 17 on to 8 and 24. */
 static inline words spread(words bits) {
-    return (bits & 1u) | (bits << 7 & 0x100u) | (bits << 14 & 0x10000u) | (bits << 21 & 0x1000000u);
+    words four = bits & 15u, twice = four | four << 14;
+    return (twice | twice << 7) & 0x01010101u;
 }
 
 static inline words low_half(words w) { return w & 0x0f0f0f0fu; }
