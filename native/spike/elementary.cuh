@@ -152,14 +152,14 @@ __global__ void quantize_kernel(const float4 *__restrict__ x, uint32_t *q, float
                      max(st_f2bits(v.z) & 0x7fffffffu, st_f2bits(v.w) & 0x7fffffffu));
     for (int o = 4; o; o >>= 1) m = max(m, __shfl_xor_sync(~0u, m, o));
     float amax = st_bits2f(m);
-    bool ok = amax >= ST_TINY && amax <= 3.4028235e38f;
-    float inv = 127.0f / amax;
+    float d = st_scale_of(amax), inv = 127.0f / amax;
+    bool ok = d > 0.0f;
     int a = ok ? __float2int_rn(v.x * inv) : 0, b = ok ? __float2int_rn(v.y * inv) : 0;
-    int c = ok ? __float2int_rn(v.z * inv) : 0, d = ok ? __float2int_rn(v.w * inv) : 0;
-    int s = a + b + c + d;
+    int c = ok ? __float2int_rn(v.z * inv) : 0, e = ok ? __float2int_rn(v.w * inv) : 0;
+    int s = a + b + c + e;
     for (int o = 4; o; o >>= 1) s += __shfl_xor_sync(~0u, s, o);
-    q[i] = (a & 255) | (b & 255) << 8 | (c & 255) << 16 | (uint32_t)d << 24;
-    if (i % 8 == 0) scale[i / 8] = ok ? amax / 127.0f : 0.0f, sum[i / 8] = s;
+    q[i] = (a & 255) | (b & 255) << 8 | (c & 255) << 16 | (uint32_t)e << 24;
+    if (i % 8 == 0) scale[i / 8] = d, sum[i / 8] = s;
 }
 
 inline void check_quantize(const Limits &lim) {

@@ -159,15 +159,22 @@ ST_HD float st_amax(const float *x, int n) {
     return st_bits2f(m);
 }
 
-/* One block of activations to int8: scale amax / 127, codes rint(x * (127 / amax)); all zero below 2^-100 and for
- * a non-finite amax (the caller has already seen to it that the request ends). Returns the scale, *sum = sum of codes. */
+/* Scale of a block of that amplitude: 0 below 2^-100 (all codes are zero then), NaN for a non-finite one, so that it is
+ * not lost: every product of the row becomes NaN, and its request ends with an error. */
+ST_HD float st_scale_of(float amax) {
+    if (!(amax <= 3.4028235e38f)) return st_bits2f(0x7fc00000u);
+    return amax >= ST_TINY ? amax / 127.0f : 0.0f;
+}
+
+/* One block of activations to int8: scale amax / 127, codes rint(x * (127 / amax)), all zero where the scale is 0
+ * or NaN. Returns the scale (st_scale_of), *sum = sum of codes. */
 ST_HD float st_quantize_block(const float *x, int n, int8_t *q, int32_t *sum) {
-    float amax = st_amax(x, n);
+    float amax = st_amax(x, n), scale = st_scale_of(amax);
     int32_t s = 0;
-    if (!(amax >= ST_TINY && amax <= 3.4028235e38f)) {
+    if (!(scale > 0.0f)) {
         for (int i = 0; i < n; i++) q[i] = 0;
         *sum = 0;
-        return 0.0f;
+        return scale;
     }
     float inv = 127.0f / amax;
     for (int i = 0; i < n; i++) {
@@ -175,7 +182,7 @@ ST_HD float st_quantize_block(const float *x, int n, int8_t *q, int32_t *sum) {
         s += q[i];
     }
     *sum = s;
-    return amax / 127.0f;
+    return scale;
 }
 
 /* ---- weights (rule 3) --------------------------------------------------------------------------------------- */
@@ -339,7 +346,7 @@ ST_HD void st_block256_floats(const st_block256 *b, int min, float *y) {
 /* One group (<= 64 values) of a key, value or query to int8 with an f16 scale; codes are made with that f16's value. */
 ST_HD uint16_t st_quantize_kv(const float *x, int n, int8_t *q) {
     float amax = st_amax(x, n);
-    float d = amax <= 3.4028235e38f ? amax / 127.0f : 0.0f;
+    float d = amax <= 3.4028235e38f ? amax / 127.0f : st_bits2f(0x7fc00000u);
     uint16_t h = st_f2h(d > 65504.0f ? 65504.0f : d);
     float df = st_h2f(h);
     float inv = df > 0.0f ? 1.0f / df : 0.0f;

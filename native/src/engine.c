@@ -32,6 +32,7 @@ typedef struct engine {
     int worth;    /* windows until prompts are no longer read for the drafter, which has not paid for a while */
     st_cut_rule cuts;
     st_sampler *sampler;
+    uint8_t *bad; /* rows of the window that hold a value which is not finite */
     float *logits, *hidden, *draft_logits, *draft_hidden, *probs;
     int32_t stop_ids[MAX_STOP_IDS];
     int n_stop_ids;
@@ -604,12 +605,25 @@ static int wanted(const members *w, int *want, int *logit) {
     return n;
 }
 
+/* A certain row of the run holds a value that is not finite (a draft row that does is found when it is sampled). */
+static int is_bad(const engine *e, const members *w, int i) {
+    for (int r = 0; r < w->run[i].certain; r++)
+        if (e->bad[w->first[i] + r]) return 1;
+    return 0;
+}
+
 /* What a window has made of one run: tokens said, rows that stay (none when the request failed). */
 static void settle_run(engine *e, members *w, int i) {
     st_slot *t = w->slot[i];
     const float *logits = e->logits + (size_t)w->logit[i] * (size_t)e->m->n_vocab;
     int rows = w->run[i].n, drafts = rows - w->run[i].certain;
     t->n_draft = 0;
+    if (is_bad(e, w, i)) {
+        st_error err;
+        st_fail(&err, "non_finite", "the model's values overflow at position %d to %d", t->session->n, t->session->n + rows - 1);
+        fail(e, t, &err);
+        return;
+    }
     if (t->state == ST_SLOT_READING) {
         st_model_keep(&w->run[i], w->kept[i] = rows);
         after_reading(e, t, logits, rows);
@@ -635,7 +649,7 @@ static void window(engine *e) {
     }
     int n_want = wanted(&w, want, w.logit);
     double start = now_ms();
-    st_window pass = {.runs = w.run, .n_runs = w.n, .want = want, .n_want = n_want, .logits = e->logits, .hidden = e->drafting ? e->hidden : NULL};
+    st_window pass = {.runs = w.run, .n_runs = w.n, .want = want, .n_want = n_want, .logits = e->logits, .hidden = e->drafting ? e->hidden : NULL, .bad = e->bad};
     st_model_forward(e->m, &pass);
     e->window_ms = now_ms() - start;
     e->windows++;
@@ -694,7 +708,8 @@ static int engine_new(engine *e, st_model *m, const st_options *o, st_error *err
     e->draft_logits = e->drafting ? floats((size_t)e->n_all * vocab) : NULL;
     e->draft_hidden = e->drafting ? floats((size_t)e->n_all * (size_t)m->n_embd) : NULL;
     e->probs = floats(vocab);
-    if (!e->pool || !e->draft_pool || !e->cache || !e->slots || !e->logits || !e->hidden || !e->probs ||
+    e->bad = calloc((size_t)m->max_rows, 1);
+    if (!e->pool || !e->draft_pool || !e->cache || !e->slots || !e->logits || !e->hidden || !e->probs || !e->bad ||
         (e->drafting && (!e->draft_logits || !e->draft_hidden)))
         return st_fail(err, "no_memory", "no memory for %d slots", e->n_slots);
     for (int i = 0; i < e->n_all; i++)
@@ -718,6 +733,7 @@ static void engine_free(engine *e) {
     free(e->draft_logits);
     free(e->draft_hidden);
     free(e->probs);
+    free(e->bad);
     st_input_close(&e->in);
 }
 

@@ -27,7 +27,7 @@ static int give_up(const st_error *err) {
 
 static void say_progress(void *arg, int percent) {
     int *said = arg;
-    if (percent < *said + 5 && percent != 100) return;
+    if (percent < *said + 5 && (percent != 100 || *said == 100)) return;
     *said = percent;
     st_out_line("INFO load_percent=%d", percent);
     st_out_flush();
@@ -47,10 +47,7 @@ int main(int argc, char **argv) {
     st_error err = {0};
     st_model *m;
     int said = -5;
-    if (st_options_parse(argc, argv, &o, &err)) {
-        fprintf(stderr, "strata-engine: %s\n", err.text);
-        return EXIT_USAGE;
-    }
+    if (st_options_parse(argc, argv, &o, &err)) return give_up(&err);
     if (o.help) return st_options_help(), 0;
     if (o.version) return printf("strata-engine %s (protocol %d, arithmetic %d)\n", ST_ENGINE_VERSION, ST_PROTOCOL_VERSION, ST_ARITH_VERSION) < 0;
     if (o.self_test) return self_test(&o);
@@ -64,6 +61,7 @@ int main(int argc, char **argv) {
                            .weights = {.mapped = o.weights && !strcmp(o.weights, "mapped"), .dense_as_is = o.dense && !strcmp(o.dense, "as-is")},
                            .progress = say_progress, .arg = &said};
     if (st_model_open(&mo, &m, &err)) return give_up(&err);
+    say_progress(&said, 100);
     st_out_line("INFO arch=%s", m->arch->name);
     int status = st_engine_serve(m, &o);
     st_model_close(m);

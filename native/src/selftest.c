@@ -236,7 +236,7 @@ static work *work_new(const char *isa, uint64_t seed, st_error *err) {
     const char *why = "";
     const st_kernels *table = st_kernels_find(isa, &why);
     if (!table) {
-        st_fail(err, "usage", "--isa %s: %s", isa, why);
+        st_fail(err, "usage", "--isa %s: %s", isa && *isa ? isa : "(from STRATA_ISA)", why);
         return NULL;
     }
     work *k = calloc(1, sizeof *k);

@@ -17,13 +17,14 @@ typedef struct st_run {
 
 /* One forward pass. Rows are the runs' tokens in order. `want` lists, ascending, the rows whose logits are asked
  * for; they go to logits + i * n_vocab. `hidden` (may be NULL) receives every row's hidden state as the head sees it,
- * n_embd floats each. A window may hold at most the model's max_rows rows. */
+ * n_embd floats each, `bad` for every row whether a value of it was not finite. A window may hold at most the model's max_rows rows. */
 typedef struct st_window {
     const st_run *runs;
     int n_runs;
     const int *want;
     int n_want;
     float *logits, *hidden;
+    uint8_t *bad;
 } st_window;
 
 /* One row of the drafter: position pos, the hidden state of position pos - 1 (NULL: zero), the token at pos. */

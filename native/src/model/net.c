@@ -1,5 +1,6 @@
 #include "model/net.h"
 
+#include "arith.h"
 #include "math_d.h"
 
 void st_pass_start(st_pass *c, st_model *m, const st_window *w, int member, int size) {
@@ -130,7 +131,18 @@ static void head(const st_pass *c, const float *norm, const int *want, int n_wan
     st_columns(c, &t->h, n_want, &(st_column){&p->head, logits, (size_t)c->m->n_vocab}, 1, ST_STORE);
 }
 
-void st_stage_head(const st_pass *c) { head(c, c->p->out_norm, c->w->want, c->w->n_want, c->w->logits, c->w->hidden, 1); }
+/* Rows that hold a value which is not finite: their requests end (rule 1). */
+static void find_bad_rows(const st_pass *c) {
+    st_net *p = c->p;
+    int lo, hi;
+    st_share(c->n_rows, c->member, c->size, &lo, &hi);
+    for (int r = lo; r < hi; r++) c->w->bad[r] = !(st_amax(p->x + (size_t)r * (size_t)p->E, p->E) <= 3.4028235e38f);
+}
+
+void st_stage_head(const st_pass *c) {
+    if (c->w->bad) find_bad_rows(c);
+    head(c, c->p->out_norm, c->w->want, c->w->n_want, c->w->logits, c->w->hidden, 1);
+}
 
 void st_stage_draft_head(const st_pass *c, const st_draft *d) {
     head(c, c->p->draft_out_norm, d->want, d->n_want, d->logits, d->hidden, 0);
