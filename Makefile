@@ -8,7 +8,7 @@ JOBS    ?= $(shell nproc)
 export CMAKE_BUILD_PARALLEL_LEVEL := $(JOBS)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv build run test test-exact sanitize lint clean bench bench-peer
+.PHONY: help venv build run test test-exact sanitize sanitize-threads lint clean bench bench-peer
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -37,14 +37,22 @@ test: build ## run every test that needs no GPU
 test-exact: build ## the whole exactness suite, heavy variants included
 	$(BIN)/python -m pytest -n $(JOBS) tests/exactness tests/native -m 'slow or not slow'
 
-comma := ,
-SANITIZE ?= address,undefined
-SANITIZED := build/sanitize-$(subst $(comma),-,$(SANITIZE))
-sanitize: build ## build the engine with SANITIZE=address,undefined (or thread) and drive it through its tests
-	cmake -S native -B $(SANITIZED) -DCMAKE_BUILD_TYPE=RelWithDebInfo -DSTRATA_SANITIZE=$(SANITIZE) \
-	  -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DSKBUILD_SCRIPTS_DIR=bin
-	cmake --build $(SANITIZED) --target strata-engine
-	STRATA_ENGINE=$(abspath $(SANITIZED))/strata-engine $(BIN)/python -m pytest tests/native -k 'model or protocol or options'
+# The sanitizers' engine is slower; STRATA_PATIENCE stretches every limit of time and memory in the tests.
+CONFIGURE = cmake -S native -DCMAKE_BUILD_TYPE=RelWithDebInfo -DPython_EXECUTABLE=$(abspath $(BIN)/python) -DSKBUILD_SCRIPTS_DIR=bin
+sanitize: build ## drive the engine through its tests under the address and undefined-behaviour sanitizers
+	$(CONFIGURE) -B build/asan -DSTRATA_SANITIZE=address,undefined
+	cmake --build build/asan --target strata-engine
+	build/asan/strata-engine --self-test 100
+	STRATA_ENGINE=build/asan/strata-engine STRATA_PATIENCE=5 UBSAN_OPTIONS=print_stacktrace=1 \
+	  ASAN_OPTIONS=detect_stack_use_after_return=1:strict_string_checks=1 \
+	  $(BIN)/python -m pytest -m 'not slow' tests/native/test_protocol.py tests/native/test_options.py tests/native/test_model.py
+
+sanitize-threads: build ## a short run of the engine under the thread sanitizer
+	$(CONFIGURE) -B build/tsan -DSTRATA_SANITIZE=thread
+	cmake --build build/tsan --target strata-engine
+	STRATA_ENGINE=build/tsan/strata-engine STRATA_PATIENCE=10 TSAN_OPTIONS=halt_on_error=1 $(BIN)/python -m pytest \
+	  tests/native/test_protocol.py tests/native/test_model.py \
+	  -k 'any_order or stop_ends or (every_answer_token and not scalar)'
 
 lint: build ## ruff, mypy
 	$(BIN)/ruff check .
