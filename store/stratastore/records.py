@@ -21,6 +21,7 @@ import struct
 import sys
 from array import array
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import xxhash
@@ -218,9 +219,7 @@ def read_usage(key: bytes, data: bytes) -> Usage:
 def manifest_record(manifest: Manifest) -> bytes:
     """The stored form of what does not change with use."""
     identity = manifest.identity.encode("ascii")
-    head = _MANIFEST.pack(
-        len(identity), len(manifest.tokens), len(manifest.pages), len(manifest.extra), manifest.cost
-    )
+    head = _MANIFEST.pack(len(identity), len(manifest.tokens), len(manifest.pages), len(manifest.extra), manifest.cost)
     index = {ref.name: place + 1 for place, ref in enumerate(manifest.pages)}
     refs = b"".join(
         _REF.pack(ref.kind, ref.key, index[ref.parent_name] if ref.parent_name else 0, ref.position)
@@ -238,7 +237,7 @@ def read_manifest(key: bytes, data: bytes) -> Manifest:
         ends.append(ends[-1] + size)
     if len(payload) != ends[-1]:
         raise Damaged("manifest length")
-    identity, ids, refs, extra = (payload[start:end] for start, end in zip(ends, ends[1:], strict=False))
+    identity, ids, refs, extra = (payload[start:end] for start, end in pairwise(ends))
     tokens = array(TOKEN_TYPECODE)
     tokens.frombytes(ids)
     if sys.byteorder == "big":
