@@ -136,6 +136,16 @@ def priority(nice: int) -> Iterator[None]:
             session.write_text(session_before)
 
 
+def share_priority(pid: int) -> None:
+    """Give our session's nice value to the sessions that `pid` or what it has started has opened: see `priority`."""
+    with contextlib.suppress(OSError):
+        ours = Path("/proc/self/autogroup").read_text().split()[-1]
+        for member in descendants(pid):
+            session = Path(f"/proc/{member}/autogroup")
+            if session.read_text().split()[-1] != ours:
+                session.write_text(ours)
+
+
 def peak_mib(pid: int) -> float:
     """Largest resident set that `pid` has had, in MiB; 0 when it is gone."""
     with contextlib.suppress(OSError):

@@ -21,7 +21,7 @@
 #include <immintrin.h>
 #endif
 
-enum { MEMORY_BYTES = 256 << 20, CACHE_BYTES = 3 << 20, MAX_THREADS = 2, CHAINS = 12 };
+enum { MEMORY_BYTES = 256 << 20, CACHE_BYTES = 3 << 20, MAX_THREADS = 2, CHAINS = 12, PARTS = 8, WIDEN = 64 };
 #define BEST_OF 5
 #define ROUND_S 0.04
 
@@ -87,19 +87,25 @@ static double run_int8(long rounds) {
     sink += (uint64_t)_mm256_extract_epi32(sum[0], 0);
     return 2.0 * 32 * CHAINS * (double)rounds;
 #elif defined(__AVX2__)
-    __m256i sum[CHAINS], x = _mm256_set1_epi8(3), y = _mm256_set1_epi8(-5), one = _mm256_set1_epi16(1);
-    for (int i = 0; i < CHAINS; i++) sum[i] = _mm256_set1_epi32(i);
-    for (long r = 0; r < rounds; r++) {
-#pragma GCC unroll 12
-        for (int i = 0; i < CHAINS; i++) {
-            __m256i pairs = _mm256_maddubs_epi16(x, y);
-            __asm__ volatile("" : "+x"(x), "+x"(y));
-            sum[i] = _mm256_add_epi32(sum[i], _mm256_madd_epi16(pairs, one));
+    /* Products are summed in 16 bits and widened every so often, as small operands allow: the multipliers are the limit. */
+    __m256i part[PARTS], x = _mm256_set1_epi8(3), y = _mm256_set1_epi8(-5), one = _mm256_set1_epi16(1), sum = one;
+    for (long r = 0; r < rounds / WIDEN; r++) {
+#pragma GCC unroll 8
+        for (int i = 0; i < PARTS; i++) part[i] = _mm256_setzero_si256();
+        for (int w = 0; w < WIDEN; w++) {
+#pragma GCC unroll 8
+            for (int i = 0; i < PARTS; i++) {
+                __m256i pairs; /* written so, because the compiler would make one of all these equal products */
+                __asm__ volatile("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0"
+                                 : "+x"(part[i]), "=&x"(pairs)
+                                 : "x"(x), "x"(y));
+            }
         }
+#pragma GCC unroll 8
+        for (int i = 0; i < PARTS; i++) sum = _mm256_add_epi32(sum, _mm256_madd_epi16(part[i], one));
     }
-    for (int i = 1; i < CHAINS; i++) sum[0] = _mm256_add_epi32(sum[0], sum[i]);
-    sink += (uint64_t)_mm256_extract_epi32(sum[0], 0);
-    return 2.0 * 32 * CHAINS * (double)rounds;
+    sink += (uint64_t)_mm256_extract_epi32(sum, 0);
+    return 2.0 * 32 * PARTS * (double)(rounds / WIDEN * WIDEN);
 #else
     int32_t sum[CHAINS] = {0};
     volatile int8_t vx = 3, vy = -5;

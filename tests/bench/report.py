@@ -29,7 +29,7 @@ class Row:
     peer: Spread | None = None
     ratio: Spread | None = None
     lower_is_better: bool = False
-    foreign: float = 0.0  # the largest share of the machine that others took during a pair, 0..1
+    foreign: float | None = None  # the largest share of the machine that others took during a pair, 0..1
     disturbed: bool = False  # that was more than what is measured leaves free
 
     @classmethod
@@ -161,7 +161,7 @@ def _row_cells(row: Row) -> list[str]:
         row.unit,
         ratio_cell(row),
         count,
-        f"{100 * row.foreign:.0f} %",
+        NONE if row.foreign is None else f"{100 * row.foreign:.0f} %",
     ]
 
 

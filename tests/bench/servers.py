@@ -15,6 +15,7 @@ from socket import socket
 from types import TracebackType
 
 from tests.bench.engine import BenchError
+from tests.bench.machine import share_priority
 from tests.bench.peer import Peer
 
 STRATAD = Path(sys.executable).parent / "stratad"
@@ -54,6 +55,7 @@ class Server:
         self.process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         try:
             self._wait_healthy()
+            share_priority(self.pid)  # stratad's engine has a session of its own
         except BaseException:
             self.__exit__(None, None, None)
             raise

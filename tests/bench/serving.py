@@ -173,7 +173,13 @@ class Service:
                 self.watch,
                 ("stream",),
             )
-        return [Row.of(series, "stream", "One stream, after its first token", "tok/s")]
+        costs = self.costs
+        return [
+            Row.of(series, "stream", "One stream, after its first token", "tok/s"),
+            _cost_row("Processor time per streamed token", costs.token_us, series),
+            _cost_row("Processor time per request", costs.request_us, series),
+            Row("Peak memory, engine not counted", "MiB", Spread.of([peak_mib(costs.pid)]), lower_is_better=True),
+        ]
 
     def _streams(self, first: int) -> Sample:
         short_us, _ = self.costs.spent_us(
@@ -192,14 +198,10 @@ class Service:
         ratio = Spread.of([ours / theirs.median]) if theirs and theirs.median else None
         return Row("Peak memory", "MiB", Spread.of([ours]), theirs, ratio, lower_is_better=True)
 
-    def daemon_rows(self) -> list[Row]:
-        """What the daemon itself costs; after `beside_engine`."""
-        memory = Spread.of([peak_mib(self.ours.pid)])
-        return [
-            Row("Processor time per streamed token", "µs", Spread.of(self.costs.token_us), lower_is_better=True),
-            Row("Processor time per request", "µs", Spread.of(self.costs.request_us), lower_is_better=True),
-            Row("Peak memory, engine not counted", "MiB", memory, lower_is_better=True),
-        ]
+
+def _cost_row(title: str, values: Sequence[float], series: Series) -> Row:
+    spread = Spread.of(values)
+    return Row(title, "µs", spread, lower_is_better=True, foreign=series.foreign, disturbed=series.disturbed)
 
 
 def some(first: int) -> Iterator[int]:
@@ -235,4 +237,4 @@ def compare(
         service.warm_up()
         rows = [row for count in clients for row in service.clients(count)]
         rows.append(service.memory())
-        return rows, service.beside_engine() + service.daemon_rows()
+        return rows, service.beside_engine()
