@@ -196,6 +196,9 @@ class Medium:
         try:
             with _named(self.directory):
                 self._open(map_bytes)
+        except (Ruined, Full) as error:  # a new file, too: then it is not the file
+            self.close()
+            raise Unfit(Reason.LMDB, str(error)) from error
         except BaseException:
             self.close()
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 from collections.abc import Callable, Sequence
@@ -64,6 +65,7 @@ def page_key(identity: str, tokens: Sequence[int]) -> bytes:
     return key
 
 
+@functools.lru_cache(1000)
 def page_bytes(ref: PageRef, size: int) -> bytes:
     """The content of a page: a function of its name, so that equal names mean equal bytes."""
     return random.Random(ref.name).randbytes(size)
