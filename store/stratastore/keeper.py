@@ -35,6 +35,7 @@ SLACK_PAGES = 32  # tree pages and records that a commit may add
 SWEEP_BYTES = 256 * MIB  # freed in one commit
 SPARE_BYTES = 8 * MIB
 FULL_RETRIES = 4
+SPACE_RETRIES = 2  # a disk that is full for others, too, is not worth the whole store
 PROBE_KEY = b"probe"
 
 
@@ -162,6 +163,9 @@ class Keeper:
         """LMDB calls the file damaged: throw it away. Raises Unfit."""
         _logger.warning("store: the file is damaged and thrown away (%s)", why)
         self._counters.discarded_files += 1
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         with self._shared.exclusive:
             self.medium.close()
             for name in (self.medium.path, self.medium.path.with_name(self.medium.path.name + "-lock")):
@@ -180,8 +184,7 @@ class Keeper:
     def _recover(self) -> bool:
         if self.health.readable and self.medium.is_open:
             try:
-                with self.medium.write() as txn:
-                    txn.put(b"meta", PROBE_KEY, os.urandom(8))
+                self._age()
             except (Unfit, Full, Ruined):
                 pass  # the whole way, by opening anew, says what is wrong
             else:
@@ -333,13 +336,19 @@ class Keeper:
             except Full:
                 self._compact_wanted = True
             except Unfit as error:
-                if error.reason not in (Reason.NO_SPACE, Reason.QUOTA) or attempt:
+                if error.reason not in (Reason.NO_SPACE, Reason.QUOTA) or attempt >= SPACE_RETRIES:
                     raise
             else:
                 return True
             if not self._evict(need * FILE_PAGE, key):
                 return False
+            self._age()
         return False
+
+    def _age(self) -> None:
+        """Commit next to nothing: what a transaction freed can be used again by the next but one."""
+        with self._write() as txn:
+            txn.put(b"meta", PROBE_KEY, os.urandom(8))
 
     def _commit_pieces(self, pieces: list[_Piece]) -> None:
         written = pages = 0
@@ -390,6 +399,7 @@ class Keeper:
                 self._compact_wanted = True
                 if not self._evict(need * FILE_PAGE, manifest.key):
                     return PutOutcome.NO_ROOM
+                self._age()
             else:
                 return PutOutcome.STORED
         return PutOutcome.NO_ROOM
@@ -532,7 +542,11 @@ class Keeper:
             keys = list(txn.keys(b"conversations"))
         dropped = self._drop(keys)
         self._sweep_all()
-        self._compact()
+        if not self._compact():  # no space for a copy, not even of nothing
+            with self.medium.read() as txn:
+                empty = txn.count(b"pages") == 0
+            if empty:
+                self._begin_anew()
         return dropped
 
     def prune(self, pinned: bool) -> int:
@@ -620,7 +634,7 @@ class Keeper:
         return self._guard(False, self._compact)
 
     def _compact(self) -> bool:
-        if self.medium.free_bytes() < self.used_pages() * FILE_PAGE + 4 * MIB:
+        if self.medium.free_bytes() < self.used_pages() * FILE_PAGE + MIB:
             return False
         try:
             copy = self.medium.copy_compact()

@@ -1,4 +1,4 @@
-"""Every call to LMDB and to the disk fails once, or from then on. The caller sees misses; afterwards all is well again."""
+"""Every call to LMDB and to the disk fails, once or from then on: the caller sees misses, and later all is well."""
 
 from __future__ import annotations
 
