@@ -203,8 +203,8 @@ typedef struct st_weight_type {
     float (*row)(const uint8_t *w, const int8_t *xq, const float *xd, int k);
     /* The values of one block of the file as floats. */
     void (*floats)(const uint8_t *block, float *y);
-    /* Block b of rows lane .. lane + 3 into a packed group of `blocks` blocks; flip: the table's bias of Q8_0. */
-    void (*pack)(const uint8_t *const *block, uint32_t flip, int lane, int b, int blocks, uint8_t *out);
+    /* n <= 16 rows of `blocks` blocks into a packed group; flip: the table's bias of Q8_0, in each byte. */
+    void (*pack)(const uint8_t *rows, size_t row_bytes, int n, int blocks, uint32_t flip, uint8_t *out);
 } st_weight_type;
 
 /* Entry i (enum st_weight) of the table; NULL when out of range. */

@@ -8,8 +8,9 @@ from typing import Any
 import gguf
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType
-from gguf.quants import dequantize, quantize
+from gguf.quants import dequantize
 
+from tests.native.quantizers import quantize
 from tests.native.tiny_models import is_matrix
 
 
@@ -22,7 +23,7 @@ def _copy_key(field: Any, writer: Any) -> None:
 
 
 def requantize(source: str | PathLike[str], target: str | PathLike[str], kind: str) -> None:
-    """Write `source` to `target` with every matrix as `kind` (F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1).
+    """Write `source` to `target` with every matrix as `kind` (the rows must be multiples of its blocks).
 
     The tokenizer stays behind: it is of no use to logits.
     """

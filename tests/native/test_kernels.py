@@ -291,15 +291,15 @@ def test_products(
 
 def test_a_row_alone_and_in_company_is_the_same(table: Any) -> None:
     """What exactness rests on, said without an oracle: a row's products do not know its tile."""
-    rng = np.random.default_rng(3)
+    rng, k = np.random.default_rng(3), 384
     for kind in (lib.ST_W_Q8_0, lib.ST_W_Q4_0):
-        k, stride = 384, lib.st_pack_group_bytes(kind, 384)
+        mm, stride = table.mm[kind], lib.st_pack_group_bytes(kind, k)
         packed = aligned(stride, np.uint8)
         source, _, _ = file_rows(rng, kind, 16, 12, "ordinary")
         lib.st_pack_group(table, kind, ptr(source, "uint8_t *"), source.shape[1], 16, k, ptr(packed, "uint8_t *"))
         acts = [quantized(table, floats(rng, k, "ordinary")) for _ in range(8)]
 
-        def product(rows: list[int], mm: Any = table.mm[kind], packed: Any = packed, acts: Any = acts, stride: int = stride) -> Any:
+        def product(rows: list[int], mm: Any = mm, packed: Any = packed, acts: Any = acts, stride: int = stride) -> Any:
             y = np.zeros((len(rows), 16), F)
             tile = ffi.new("st_tile *", {"rows": len(rows), "row_codes": k, "mode": lib.ST_STORE})
             for i, r in enumerate(rows):

@@ -10,7 +10,8 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType as Type
-from gguf.quants import quantize
+
+from tests.native.quantizers import quantize
 
 ARCH = "qwen35moe"
 

@@ -15,7 +15,8 @@ import gguf
 import numpy as np
 import numpy.typing as npt
 from gguf import GGMLQuantizationType
-from gguf.quants import quantize
+
+from tests.native.quantizers import quantize
 
 Floats = npt.NDArray[np.float32]
 

@@ -71,9 +71,9 @@ static inline size_t st_pack_blocks_at(int type, int blocks) {
     return st_pack_scale_bytes(blocks) * (size_t)(1 + st_weight_has_min(type));
 }
 
-/* Block b of rows `lane` to lane + 3 of a file, into a packed group of `blocks` blocks (pack.c). */
+/* n <= 16 rows of a file into a packed group of `blocks` blocks (pack.c). */
 #define ST_DECLARE_PACK(U, l, size, bytes, bits, offset, min) \
-    void st_pack_##l(const uint8_t *const *block, uint32_t flip, int lane, int b, int blocks, uint8_t *out);
+    void st_pack_##l(const uint8_t *rows, size_t row_bytes, int n, int blocks, uint32_t flip, uint8_t *out);
 ST_WEIGHT_LIST(ST_DECLARE_PACK)
 
 /* Sizes of the attention block layout above. */

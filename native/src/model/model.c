@@ -83,7 +83,9 @@ static int open_parts(st_model *m, const st_model_options *o, st_error *err) {
     m->dense = o->weights.dense_as_is ? "as-is" : "q8_0";
     if (!(m->weights = st_weights_new(g, m->kernels, o->weights, o->progress, o->arg, err))) return -1;
     st_gguf_fingerprint(g, m->fingerprint);
-    return m->arch->load(m, err);
+    if (m->arch->load(m, err)) return -1;
+    st_weights_settle(m->weights);
+    return 0;
 }
 
 int st_model_open(const st_model_options *o, st_model **out, st_error *err) {

@@ -168,6 +168,13 @@ static void give_back(const st_weights *w, const st_gguf_tensor *t, uint64_t fro
     (void)st_gguf_advise_range(w->g, t, from, to - from, MADV_DONTNEED, &ignored);
 }
 
+void st_weights_settle(const st_weights *w) {
+    for (uint64_t i = 0; i < st_gguf_n_tensors(w->g) && !w->how.mapped; i++) {
+        const st_gguf_tensor *t = st_gguf_tensor_at(w->g, i);
+        give_back(w, t, 0, t->nbytes);
+    }
+}
+
 /* 16 rows as the kernels' type has them in a file: out of the file, or made of floats (scratch: 16 rows of floats,
  * then of blocks). */
 static const uint8_t *group_rows(const st_gguf_tensor *t, int64_t group, float *scratch, st_error *err) {

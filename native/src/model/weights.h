@@ -35,6 +35,8 @@ typedef struct st_weights st_weights;
 st_weights *st_weights_new(const st_gguf *g, const st_kernels *table, st_weights_how how, void (*progress)(void *arg, int percent),
                            void *arg, st_error *err);
 void st_weights_free(st_weights *w);
+/* All is loaded: give back what the kernel mapped around what was read (it maps more than is asked for). */
+void st_weights_settle(const st_weights *w);
 /* Bytes held in memory. */
 size_t st_weights_bytes(const st_weights *w);
 

@@ -67,8 +67,7 @@ static inline void put_5_bits(const place *p, int vector, const words *code) {
     put(p, vector + 4, high);
 }
 
-void st_pack_q8_0(const uint8_t *const *block, uint32_t flip, int lane, int b, int blocks, uint8_t *out) {
-    place p = place_of(ST_W_Q8_0, lane, b, blocks, out);
+static inline void four_q8_0(const uint8_t *const *block, uint32_t flip, place p) {
     put_halves(p.scale, block, 0);
     for (int half = 0; half < 2; half++) {
         words w[4];
@@ -84,23 +83,20 @@ static inline void put_nibbles(const place *p, const uint8_t *const *block, int 
     for (int s = 0; s < 4; s++) put(p, s, w[s]);
 }
 
-void st_pack_q4_0(const uint8_t *const *block, uint32_t flip, int lane, int b, int blocks, uint8_t *out) {
-    place p = place_of(ST_W_Q4_0, lane, b, blocks, out);
+static inline void four_q4_0(const uint8_t *const *block, uint32_t flip, place p) {
     (void)flip;
     put_halves(p.scale, block, 0);
     put_nibbles(&p, block, 2);
 }
 
-void st_pack_q4_1(const uint8_t *const *block, uint32_t flip, int lane, int b, int blocks, uint8_t *out) {
-    place p = place_of(ST_W_Q4_1, lane, b, blocks, out);
+static inline void four_q4_1(const uint8_t *const *block, uint32_t flip, place p) {
     (void)flip;
     put_halves(p.scale, block, 0);
     put_halves(p.min, block, 2);
     put_nibbles(&p, block, 4);
 }
 
-void st_pack_iq4_nl(const uint8_t *const *block, uint32_t flip, int lane, int b, int blocks, uint8_t *out) {
-    place p = place_of(ST_W_IQ4_NL, lane, b, blocks, out);
+static inline void four_iq4_nl(const uint8_t *const *block, uint32_t flip, place p) {
     (void)flip;
     put_halves(p.scale, block, 0);
     put_nibbles(&p, block, 2);
@@ -118,15 +114,13 @@ static inline void put_nibbles_5(const place *p, const uint8_t *const *block, in
     put_5_bits(p, 0, code);
 }
 
-void st_pack_q5_0(const uint8_t *const *block, uint32_t flip, int lane, int b, int blocks, uint8_t *out) {
-    place p = place_of(ST_W_Q5_0, lane, b, blocks, out);
+static inline void four_q5_0(const uint8_t *const *block, uint32_t flip, place p) {
     (void)flip;
     put_halves(p.scale, block, 0);
     put_nibbles_5(&p, block, 2);
 }
 
-void st_pack_q5_1(const uint8_t *const *block, uint32_t flip, int lane, int b, int blocks, uint8_t *out) {
-    place p = place_of(ST_W_Q5_1, lane, b, blocks, out);
+static inline void four_q5_1(const uint8_t *const *block, uint32_t flip, place p) {
     (void)flip;
     put_halves(p.scale, block, 0);
     put_halves(p.min, block, 2);
@@ -146,8 +140,7 @@ static inline void put_k_head(const place *p, const uint8_t *const *block) {
 }
 
 /* Groups 2j and 2j + 1 share 32 bytes in the file, low and high halves. */
-void st_pack_q4_k(const uint8_t *const *block, uint32_t flip, int lane, int b, int blocks, uint8_t *out) {
-    place p = place_of(ST_W_Q4_K, lane, b, blocks, out);
+static inline void four_q4_k(const uint8_t *const *block, uint32_t flip, place p) {
     (void)flip;
     put_k_head(&p, block);
     for (int j = 0; j < 4; j++) {
@@ -161,8 +154,7 @@ void st_pack_q4_k(const uint8_t *const *block, uint32_t flip, int lane, int b, i
     }
 }
 
-void st_pack_q5_k(const uint8_t *const *block, uint32_t flip, int lane, int b, int blocks, uint8_t *out) {
-    place p = place_of(ST_W_Q5_K, lane, b, blocks, out);
+static inline void four_q5_k(const uint8_t *const *block, uint32_t flip, place p) {
     words bits[8], w[8], code[8];
     (void)flip;
     put_k_head(&p, block);
@@ -178,8 +170,7 @@ void st_pack_q5_k(const uint8_t *const *block, uint32_t flip, int lane, int b, i
     }
 }
 
-void st_pack_q6_k(const uint8_t *const *block, uint32_t flip, int lane, int b, int blocks, uint8_t *out) {
-    place p = place_of(ST_W_Q6_K, lane, b, blocks, out);
+static inline void four_q6_k(const uint8_t *const *block, uint32_t flip, place p) {
     words w[4], bits[4];
     (void)flip;
     put_halves(p.scale, block, 208);
@@ -195,20 +186,37 @@ void st_pack_q6_k(const uint8_t *const *block, uint32_t flip, int lane, int b, i
     }
 }
 
-void st_pack_group(const st_kernels *table, int type, const uint8_t *rows, size_t row_bytes, int n, int k, uint8_t *out) {
+/* Whole groups: blocks in order, rows in fours; what stands for rows past n is zero. */
+static inline __attribute__((always_inline)) void each_four(void (*four)(const uint8_t *const *block, uint32_t flip, place p), const int type,
+                                                            const int block_bytes, const uint8_t *rows, size_t row_bytes, int n,
+                                                            int blocks, uint32_t flip, uint8_t *out) {
     static const uint8_t nothing[256] = {0};
+    for (int lane = 0; lane < ST_LANES; lane += 4) {
+        const uint8_t *block[4];
+        size_t step[4];
+        for (int i = 0; i < 4; i++) {
+            block[i] = lane + i < n ? rows + (size_t)(lane + i) * row_bytes : nothing;
+            step[i] = lane + i < n ? (size_t)block_bytes : 0;
+        }
+        for (int b = 0; b < blocks; b++) {
+            four(block, flip, place_of(type, lane, b, blocks, out));
+            for (int i = 0; i < 4; i++) block[i] += step[i];
+        }
+    }
+}
+
+#define PACK(U, l, size, bytes, bits, offset, min) \
+    void st_pack_##l(const uint8_t *rows, size_t row_bytes, int n, int blocks, uint32_t flip, uint8_t *out) { \
+        each_four(four_##l, ST_W_##U, bytes, rows, row_bytes, n, blocks, flip, out); \
+    }
+ST_WEIGHT_LIST(PACK)
+
+void st_pack_group(const st_kernels *table, int type, const uint8_t *rows, size_t row_bytes, int n, int k, uint8_t *out) {
     const st_weight_type *t = st_weight_type_at(type);
     if (!t) return;
-    uint32_t flip = table->q8_bias ? 0x80808080u : 0;
     int blocks = k / t->block;
     if (blocks % 2) memset(out, 0, st_pack_blocks_at(type, blocks)); /* what pads the scales */
-    for (int b = 0; b < blocks; b++)
-        for (int lane = 0; lane < ST_LANES; lane += 4) {
-            const uint8_t *block[4];
-            for (int i = 0; i < 4; i++)
-                block[i] = lane + i < n ? rows + (size_t)(lane + i) * row_bytes + (size_t)b * (size_t)t->block_bytes : nothing;
-            t->pack(block, flip, lane, b, blocks, out);
-        }
+    t->pack(rows, row_bytes, n, blocks, table->q8_bias ? 0x80808080u : 0, out);
 }
 
 /* A segment of 16 rows at a time is packed where the cache holds it, and multiplied there: the same kernels, so the
