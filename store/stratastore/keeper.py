@@ -333,15 +333,15 @@ class Keeper:
         for attempt in range(FULL_RETRIES):
             try:
                 self._commit_pieces(pieces)
+                return True
             except Full:
                 self._compact_wanted = True
+                if not self._evict(need * FILE_PAGE, key):
+                    return False
             except Unfit as error:
-                if error.reason not in (Reason.NO_SPACE, Reason.QUOTA) or attempt >= SPACE_RETRIES:
+                scarce = error.reason in (Reason.NO_SPACE, Reason.QUOTA)
+                if not scarce or attempt >= SPACE_RETRIES or not self._evict(need * FILE_PAGE, key):
                     raise
-            else:
-                return True
-            if not self._evict(need * FILE_PAGE, key):
-                return False
             self._age()
         return False
 
@@ -393,15 +393,14 @@ class Keeper:
                 return PutOutcome.NO_ROOM
             try:
                 self._store_manifest(manifest, instead_of)
+                return PutOutcome.STORED
             except Absent:
                 return PutOutcome.INCOMPLETE
             except Full:
                 self._compact_wanted = True
-                if not self._evict(need * FILE_PAGE, manifest.key):
-                    return PutOutcome.NO_ROOM
-                self._age()
-            else:
-                return PutOutcome.STORED
+            if not self._evict(need * FILE_PAGE, manifest.key):
+                return PutOutcome.NO_ROOM
+            self._age()
         return PutOutcome.NO_ROOM
 
     def _store_manifest(self, manifest: Manifest, instead_of: tuple[bytes, ...]) -> None:

@@ -253,7 +253,6 @@ class Counters:
     pages_shared: int = 0  # named by a put and already there
     commits: int = 0
     commit_ms_most: float = 0.0
-    put_ms_most: float = 0.0
     evictions: int = 0
     evicted_bytes: int = 0
     puts: dict[str, int] = field(default_factory=dict)
