@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from xml.sax.saxutils import escape
 
 from tests.bench.report import ModelReport, Report, Row
+from tests.bench.spread import Spread
 
 WIDTH = 860
 LEFT = 330  # where bars begin
@@ -24,12 +25,9 @@ def scale_end(ratios: Sequence[float]) -> float:
     return max(1.5, math.ceil(max(ratios, default=1.0) * 2 + 0.01) / 2)
 
 
-def advantage(row: Row) -> tuple[float, float, float] | None:
-    """Least, median and greatest of how many times better we are; None without a peer."""
-    if row.ratio is None or row.ratio.low <= 0:
-        return None
-    low, median, high = row.ratio.low, row.ratio.median, row.ratio.high
-    return (1 / high, 1 / median, 1 / low) if row.lower_is_better else (low, median, high)
+def drawn(rows: Iterable[Row]) -> list[tuple[Row, Spread]]:
+    """The rows that tell how many times as fast we are: speeds that have a ratio."""
+    return [(row, row.ratio) for row in rows if row.ratio is not None and not row.lower_is_better]
 
 
 def _text(
@@ -60,8 +58,9 @@ class Canvas:
         self.parts.append(_text(16, self.y + BAR - 3, text, size=13, bold=True))
         self.y += STEP
 
-    def bar(self, row: Row, low: float, median: float, high: float) -> None:
+    def bar(self, row: Row, ratio: Spread) -> None:
         """One ratio with its spread."""
+        low, median, high = ratio.low, ratio.median, ratio.high
         middle = self.y + BAR / 2
         color = DOUBTFUL if row.disturbed else BETTER if median >= 1 else WORSE
         width = self.x(median) - LEFT
@@ -97,23 +96,20 @@ class Canvas:
         )
 
 
-def _groups(model: ModelReport) -> list[tuple[str, list[tuple[Row, tuple[float, float, float]]]]]:
-    groups = []
+def _groups(model: ModelReport) -> Iterator[tuple[str, list[tuple[Row, Spread]]]]:
     for part, peer in SECTIONS:
-        rows: list[Row] = getattr(model, part)
-        bars = [(row, better) for row in rows if (better := advantage(row))]
-        if bars:
-            groups.append((f"{model.name}, beside {peer}", bars))
-    return groups
+        rows = drawn(getattr(model, part))
+        if rows:
+            yield f"{model.name}, beside {peer}", rows
 
 
 def svg(report: Report) -> str:
-    """How many times better Strata is, for every figure that has a peer; 1 is the peer."""
+    """How many times as fast Strata is, for every speed that has a peer; 1 is the peer."""
     groups = [group for model in report.models for group in _groups(model)]
-    canvas = Canvas(scale_end([median for _, bars in groups for row, (_, median, _) in bars if not row.disturbed]))
-    for heading, bars in groups:
+    canvas = Canvas(scale_end([ratio.median for _, rows in groups for row, ratio in rows if not row.disturbed]))
+    for heading, rows in groups:
         canvas.heading(heading)
-        for row, (low, median, high) in bars:
-            canvas.bar(row, low, median, high)
-    note = "Times better than llama.cpp: median, least and greatest of pairs measured in turns; grey: in company"
+        for row, ratio in rows:
+            canvas.bar(row, ratio)
+    note = "Times as fast as llama.cpp: median, least and greatest of pairs measured in turns; grey: others ran, too"
     return canvas.finish(f"{note}; commit {report.facts.get('commit', 'unknown')}.")

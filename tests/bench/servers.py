@@ -88,14 +88,15 @@ class Server:
                     self.process.wait()
 
 
-def strata_server(model: Path, threads: int, clients: int) -> Server:
-    """stratad on `model`, with a slot for every client where it has slots."""
+def strata_server(model: Path, threads: int, clients: int, context: int) -> Server:
+    """stratad on `model`, with a slot of `context` tokens for every client where it has slots."""
     if not STRATAD.exists():
         raise BenchError(f"no daemon at {STRATAD}: run `make build`")
     folder = tempfile.TemporaryDirectory(prefix="strata-bench-")
     port = free_port()
     command = [str(STRATAD), "--model", str(model), "--threads", str(threads), "--listen", f"127.0.0.1:{port}"]
     command += ["--control", f"{folder.name}/control.sock", "--state", f"{folder.name}/state", "--log-level", "warning"]
+    command += ["--max-context", str(context)]
     if daemon_knows("--parallel"):
         command += ["--parallel", str(clients)]
     return Server(command, port, folder)

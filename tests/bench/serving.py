@@ -229,7 +229,7 @@ def compare(
 ) -> tuple[list[Row], list[Row]]:
     """All HTTP figures of one model: beside llama-server, and beside the engine alone."""
     with ExitStack() as stack:
-        ours = stack.enter_context(strata_server(subject.path, threads, max(clients)))
+        ours = stack.enter_context(strata_server(subject.path, threads, max(clients), CONTEXT))
         theirs = None
         if peer is not None:
             theirs = stack.enter_context(peer_server(peer, subject.path, threads, max(clients), CONTEXT))
