@@ -15,6 +15,7 @@ RIGHT = 110  # room for the numbers
 BAR = 14
 STEP = 24
 GAP = 34
+DOUBTFUL_END = 3.4  # as far as the axis goes for the sake of a ratio measured in company
 BETTER, WORSE, DOUBTFUL = "#2f7d5b", "#b4562f", "#c4cbd2"  # the last for ratios measured in company
 INK, FAINT, PAPER = "#24292f", "#9aa4ae", "#ffffff"
 SECTIONS = (("engine", "llama-bench"), ("slots", "llama-batched-bench"), ("http", "llama-server"))
@@ -23,6 +24,11 @@ SECTIONS = (("engine", "llama-bench"), ("slots", "llama-batched-bench"), ("http"
 def scale_end(ratios: Sequence[float]) -> float:
     """The end of the axis: the first half above all ratios, at least 1.5."""
     return max(1.5, math.ceil(max(ratios, default=1.0) * 2 + 0.01) / 2)
+
+
+def axis_need(row: Row, ratio: Spread) -> float:
+    """How far the axis must reach for a row; a ratio that says little must not squeeze the others."""
+    return min(ratio.median, DOUBTFUL_END) if row.disturbed else ratio.median
 
 
 def drawn(rows: Iterable[Row]) -> list[tuple[Row, Spread]]:
@@ -106,7 +112,7 @@ def _groups(model: ModelReport) -> Iterator[tuple[str, list[tuple[Row, Spread]]]
 def svg(report: Report) -> str:
     """How many times as fast Strata is, for every speed that has a peer; 1 is the peer."""
     groups = [group for model in report.models for group in _groups(model)]
-    canvas = Canvas(scale_end([ratio.median for _, rows in groups for row, ratio in rows if not row.disturbed]))
+    canvas = Canvas(scale_end([axis_need(row, ratio) for _, rows in groups for row, ratio in rows]))
     for heading, rows in groups:
         canvas.heading(heading)
         for row, ratio in rows:

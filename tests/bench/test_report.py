@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.bench import __main__ as command
-from tests.bench.chart import BETTER, DOUBTFUL, WORSE, drawn, scale_end, svg
+from tests.bench.chart import BETTER, DOUBTFUL, DOUBTFUL_END, WORSE, axis_need, drawn, scale_end, svg
 from tests.bench.engine import BenchError
 from tests.bench.readme import BEGIN, END, replace_section
 from tests.bench.report import (
@@ -108,6 +108,12 @@ def test_the_picture_is_well_formed_and_has_a_bar_a_ratio(report: Report) -> Non
     assert bars == [BETTER, WORSE, DOUBTFUL]
     texts = [e.text for e in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "Clients <8>" in texts and "1.50" in texts and any("abc1234" in (t or "") for t in texts)
+
+
+def test_a_ratio_measured_in_company_does_not_squeeze_the_others() -> None:
+    doubtful, sure = row(16.0, disturbed=True), row(16.0)
+    assert doubtful.ratio and axis_need(doubtful, doubtful.ratio) == DOUBTFUL_END
+    assert sure.ratio and axis_need(sure, sure.ratio) == 16.0
 
 
 def test_bars_stay_inside_the_picture(report: Report) -> None:
