@@ -17,7 +17,6 @@ from stratastore.records import (
     Damaged,
     PageRecord,
     Usage,
-    chunk_key,
     page_record,
     read_chunk_key,
     read_manifest,
@@ -117,7 +116,7 @@ def recount(txn: Txn, held: Callable[[bytes], bool]) -> int:
     _drop_unreachable(books, dropped, held)
     for database, key in dropped:
         txn.delete(database, key)
-    _delete_orphans(txn, {record.id for record in books.pages.values()})
+    _delete_surplus(txn, {record.id: len(record.sums) for record in books.pages.values()})
     _write_pages(txn, books)
     highest = max((record.id for record in books.pages.values()), default=0)
     stored = txn.get(b"meta", NEXT_ID_KEY)
@@ -168,18 +167,15 @@ def _drop_orphans_of_parents(books: Books, dropped: list[tuple[bytes, bytes]]) -
             dropped.append((b"pages", name))
 
 
-def _delete_orphans(txn: Txn, known: set[int]) -> None:
+def _delete_surplus(txn: Txn, wanted: dict[int, int]) -> None:
+    """Chunks that no page record speaks of."""
     for key in txn.keys(b"chunks"):
-        if read_chunk_key_or_none(key) not in known:
+        try:
+            page_id, sequence = read_chunk_key(key)
+        except Damaged:
+            page_id, sequence = 0, 0
+        if sequence >= wanted.get(page_id, 0):
             txn.delete(b"chunks", key)
-
-
-def read_chunk_key_or_none(key: bytes) -> int | None:
-    """The page id, None for a key that is none."""
-    try:
-        return read_chunk_key(key)[0]
-    except Damaged:
-        return None
 
 
 def _write_pages(txn: Txn, books: Books) -> None:
@@ -187,9 +183,6 @@ def _write_pages(txn: Txn, books: Books) -> None:
     for key in list(txn.keys(b"pending")):
         txn.delete(b"pending", key)
     for name, record in books.pages.items():
-        if record.hollow:
-            for sequence in range(books.chunks.get(record.id, 0)):
-                txn.delete(b"chunks", chunk_key(record.id, sequence))
         if expected[name] == 0:
             txn.put(b"pending", name, b"")
         if record.references != expected[name]:

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from stratastore import audit
+from stratastore import audit, structure
 from stratastore.health import Health
 from stratastore.holds import Holds
 from stratastore.ledger import Absent, Ledger, chunk_sums
 from stratastore.medium import Full, Medium, Ruined, Trip, Txn, Unfit
-from stratastore.records import Damaged, PageRecord, Usage
+from stratastore.records import Damaged, PageRecord, Usage, chunk_key
 from stratastore.types import MIB, Counters, Manifest, Options, PageRef, PutOutcome, Reason
 from stratastore.worth import settle, use, worth
 
@@ -517,8 +517,14 @@ class Keeper:
         self._guard(None, lambda: self._hollow(name, page_id))
 
     def _hollow(self, name: bytes, page_id: int) -> None:
+        prefix = chunk_key(page_id, 0)[:8]
+        self.medium.check_runs(lambda key: key.startswith(prefix))
         with self._ledger() as ledger:
             ledger.hollow(name, page_id)
+
+    def check_structure(self) -> None:
+        """Look at the whole file below LMDB; a damaged one is thrown away."""
+        self._guard(None, lambda: self.medium.check_runs(structure.all_runs))
 
     def drop(self, keys: Sequence[bytes]) -> int:
         """Remove conversations and what only they held; returns how many there were."""

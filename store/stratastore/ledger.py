@@ -109,9 +109,9 @@ class Ledger:
         record = self.page(name)
         if record is None or record.id != page_id or record.hollow:
             return False
-        self._delete_chunks(record)
         self.freed_bytes += record.size
         record.size, record.sums = 0, array("Q")
+        self._delete_chunks(record)
         self._changed.add(name)
         return True
 
@@ -168,6 +168,7 @@ class Ledger:
         self.freed_pages += 1
 
     def _delete_chunks(self, record: PageRecord) -> None:
+        """By number where the record knows it: looking for keys would read the values, too."""
         if not record.hollow:
             for sequence in range(len(record.sums)):
                 self._txn.delete(b"chunks", chunk_key(record.id, sequence))

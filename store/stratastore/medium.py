@@ -427,6 +427,19 @@ class Medium:
         with _named(self.directory):
             return self._ready().reader_check()
 
+    def check_runs(self, wanted: structure.Wanted) -> None:
+        """Look at the file's trees, and at the values of the wanted keys. Between write transactions. Raises Ruined."""
+        with _named(self.directory):
+            self._ready()
+            self._trip("check runs")
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                structure.check(descriptor, wanted)
+            except (structure.Unsound, structure.NotLmdb) as error:
+                raise Ruined(str(error)) from error
+            finally:
+                os.close(descriptor)
+
     def copy_compact(self) -> Path:
         """Write the live pages to a new file beside this one and make it durable. Readers may go on. Raises Unfit."""
         target = self.directory / NEW

@@ -279,6 +279,7 @@ class Store:
 
     async def verify(self) -> Verdict:
         """Walk everything and read every byte. A bad page is dropped; records that disagree are counted anew."""
+        await self._write(self._keeper.check_structure)
         books = await self._read(self._reader.books)
         if books is None:
             return Verdict(faults=(str(self.state),))

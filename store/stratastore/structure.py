@@ -4,8 +4,9 @@ LMDB trusts its file: a tree page that was zeroed or a file that was cut short e
 SIGBUS on the mapping). A cache may lose its contents but may not take its owner down, so the page tree is walked here
 with plain reads first. Layout: LMDB 0.9 on a 64-bit machine (lmdb `mdb.c`: MDB_page, MDB_meta, MDB_db, MDB_node).
 
-The walk reads branch and leaf pages and, when asked (`runs=True`), the first page of every overflow run: for a store of
-16 GiB in values of 256 KiB that is some 700 pages without and 65,000 more with.
+The walk reads branch and leaf pages and, when asked, the first page of overflow runs (large values): for a store of
+16 GiB in values of 256 KiB that is some 700 pages without and 65,000 more with. LMDB believes the head of a run when it
+frees it; a wrong head would free pages of others, so the runs of a page that reads wrong are looked at before it goes.
 """
 
 from __future__ import annotations
@@ -36,15 +37,31 @@ class NotLmdb(Exception):
     """The file does not begin like an LMDB file."""
 
 
-def check(descriptor: int, *, runs: bool = False) -> None:
-    """Walk the file behind `descriptor`. Raises NotLmdb, Unsound, or OSError from reading. An empty file is sound."""
+Wanted = Callable[[bytes], bool]
+
+
+def no_runs(_key: bytes) -> bool:
+    """Only the trees."""
+    return False
+
+
+def all_runs(_key: bytes) -> bool:
+    """Everything."""
+    return True
+
+
+def check(descriptor: int, runs: Wanted = no_runs) -> None:
+    """Walk the file behind `descriptor`, and the runs of the keys that `runs` is true for. An empty file is sound.
+
+    Raises NotLmdb, Unsound, or OSError from reading.
+    """
     size = os.fstat(descriptor).st_size
     if size:
         _Walk(descriptor, size, runs).all()
 
 
 class _Walk:
-    def __init__(self, descriptor: int, size: int, runs: bool) -> None:
+    def __init__(self, descriptor: int, size: int, runs: Wanted) -> None:
         self._descriptor = descriptor
         self._runs = runs
         self._page_bytes, meta = _newest_meta(descriptor, size)
@@ -116,7 +133,7 @@ class _Walk:
         first: int = struct.unpack_from("<Q", page, at)[0]
         count = (_HEAD - 1 + size) // self._page_bytes + 1
         self._claim(first, count, self._limit)
-        if self._runs:
+        if self._runs(page[at - key_size : at]):
             self._check_run(first, count)
         return first
 
