@@ -373,6 +373,8 @@ typedef struct st_eval_options {
     int kv;           /* enum st_kv_type */
     int threads;      /* 0: one per processor */
     int max_rows;     /* tokens of a window, 1..4096 (0: 512); any value gives the same bits */
+    int mapped;       /* 1: multiply out of the mapped file, the same bits */
+    int dense_as_is;  /* 1: F16 and BF16 matrices as float32, not as Q8_0 */
 } st_eval_options;
 
 /* Load a model. Errors: those of a model's loading, usage. */

@@ -28,7 +28,8 @@ int st_eval_open(const st_eval_options *o, st_eval **out, st_error *err) {
     if (o->threads < 0 || o->threads > 512) return st_fail(err, "usage", "threads %d is outside 0..512", o->threads);
     st_eval *e = calloc(1, sizeof *e);
     if (!e) return st_fail(err, "no_memory", "no memory for a model");
-    st_model_options mo = {.path = o->path, .isa = o->isa, .kv = o->kv, .threads = o->threads, .max_rows = o->max_rows};
+    st_model_options mo = {.path = o->path, .isa = o->isa, .kv = o->kv, .threads = o->threads, .max_rows = o->max_rows,
+                           .weights = {.mapped = o->mapped, .dense_as_is = o->dense_as_is}};
     if (st_model_open(&mo, &e->m, err) || make_room(e, err)) {
         st_eval_close(e);
         return -1;

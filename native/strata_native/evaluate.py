@@ -14,17 +14,29 @@ from strata_native import ffi, lib
 from strata_native.errors import from_struct
 
 KV_TYPES = {"int8": 0, "f16": 1, "f32": 2}
+WEIGHTS = {"repack": 0, "mapped": 1}
+DENSE = {"q8_0": 0, "as-is": 1}
 
 
 class Evaluator:
     """A loaded model. `with Evaluator(path, kv="f32") as e: e.logits(ids)`. Raises StrataNativeError."""
 
     def __init__(
-        self, path: str | PathLike[str], *, kv: str = "int8", isa: str = "auto", threads: int = 0, max_rows: int = 0
+        self,
+        path: str | PathLike[str],
+        *,
+        kv: str = "int8",
+        isa: str = "auto",
+        threads: int = 0,
+        max_rows: int = 0,
+        weights: str = "repack",
+        dense: str = "q8_0",
     ) -> None:
+        """The options of strata-engine(8); 0 stands for its defaults."""
         self._handle: Any = None
         keep = ffi.new("char[]", fsencode(path)), ffi.new("char[]", isa.encode())
-        options = ffi.new("st_eval_options *", [*keep, KV_TYPES[kv], threads, max_rows])
+        numbers = [KV_TYPES[kv], threads, max_rows, WEIGHTS[weights], DENSE[dense]]
+        options = ffi.new("st_eval_options *", [*keep, *numbers])
         out, err = ffi.new("st_eval **"), ffi.new("st_error *")
         if lib.st_eval_open(options, out, err):
             raise from_struct(ffi, err)

@@ -22,29 +22,29 @@ from strata_native.evaluate import Evaluator
 
 from tests.native.driver import Engine
 from tests.native.numpy_reference import Reference, log_softmax
-from tests.native.tiny_models import BY_NAME, MODELS, Tiny, sample_ids, write
+from tests.native.tiny_models import BY_NAME, MODELS, WIDE_MODELS, Tiny, sample_ids, write
 
 Array = npt.NDArray[Any]
 TRANSFORMERS = json.loads(Path(__file__).with_name("transformers_reference.json").read_text())["models"]
 EXACT = 1e-4  # largest |logit error| by the standard deviation of the logits; 1.5e-5 is found
 TRANSFORMERS_EXACT = 2e-5  # it computes in float32 itself; 5e-6 is found
-ISAS = ("avx512", "avx2", "scalar")
+ISAS = ("avx512", "avxvnni", "avx2", "scalar")
 
-# Root mean square of the logit error by the standard deviation of the logits: about 1.4 times the largest found.
+# The loss of a row is the root mean square of its logit errors by the standard deviation of all logits. Bounds are on
+# the median row, about 1.4 times the largest found. With float32 weights, by architecture and type of keys and values:
 LOSS = {
-    ("llama", "F32", "f16"): 8e-4,
-    ("llama", "F32", "int8"): 2.8e-2,
-    ("llama", "Q8_0", "f32"): 4e-2,
-    ("llama", "Q8_0", "int8"): 5e-2,
-    ("llama", "Q4_0", "f32"): 4e-2,
-    ("llama", "Q4_0", "int8"): 5e-2,
-    ("qwen35moe", "F32", "f16"): 1.5e-4,
-    ("qwen35moe", "F32", "int8"): 2e-2,
-    ("qwen35moe", "Q8_0", "f32"): 9e-2,
-    ("qwen35moe", "Q8_0", "int8"): 9e-2,
-    ("qwen35moe", "Q4_0", "f32"): 8e-2,
-    ("qwen35moe", "Q4_0", "int8"): 8e-2,
+    ("llama", "f16"): 7e-4,
+    ("llama", "int8"): 2.5e-2,
+    ("qwen35moe", "f16"): 1.2e-4,
+    ("qwen35moe", "int8"): 5e-3,
 }
+# With weights of any other type activations are int8, and that is what costs: 2.5e-2 to 4.6e-2, whatever the type.
+# F16 and BF16 are rounded to Q8_0 besides: up to 6.7e-2.
+LOSS_QUANTISED = 6e-2
+LOSS_HALF = 9e-2
+HALVES = ("F16", "BF16")
+SMALL_BLOCKS = (*HALVES, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "IQ4_NL")
+SUPER_BLOCKS = ("Q4_K", "Q5_K", "Q6_K")
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class Case:
     expected: Array
 
     def engine(self, kv: str, ids: Sequence[int] | None = None, **options: Any) -> Array:
-        with Evaluator(self.path, kv=kv, **options) as engine:
+        with Evaluator(self.path, kv=kv, **{"threads": 1, **options}) as engine:
             return engine.logits(self.ids if ids is None else ids)
 
     def worst(self, logits: Array) -> float:
         return float(np.abs(logits - self.expected).max() / self.expected.std())
 
-    def rms(self, logits: Array) -> float:
-        return float(np.sqrt(np.square(logits - self.expected).mean()) / self.expected.std())
+    def loss(self, logits: Array) -> float:
+        return float(np.median(np.sqrt(np.square(logits - self.expected).mean(1))) / self.expected.std())
 
 
 Make = Callable[..., Case]
@@ -76,7 +76,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Make:
     folder = tmp_path_factory.mktemp("models")
     made: dict[tuple[str, str, int], Case] = {}
 
-    def make(model: Tiny, kind: str = "F32", length: int = 150) -> Case:
+    def make(model: Tiny, kind: str = "F32", length: int = 100) -> Case:
         key = model.name, kind, length
         if key not in made:
             path = folder / f"{model}-{kind}.gguf"
@@ -118,7 +118,7 @@ def test_the_engine_says_what_transformers_says(case: Make, name: str) -> None:
 # ---- the engine against the reference ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model", MODELS, ids=str)
+@pytest.mark.parametrize("model", (*MODELS, *WIDE_MODELS), ids=str)
 def test_float_forms_compute_the_same_function(case: Make, model: Tiny) -> None:
     found = case(model)
     assert found.worst(found.engine("f32")) <= EXACT
@@ -131,13 +131,30 @@ def test_they_do_over_many_blocks_and_spans(case: Make, name: str) -> None:
     assert found.worst(found.engine("f32")) <= EXACT
 
 
-@pytest.mark.parametrize(("arch", "kind", "kv"), LOSS)
-def test_what_the_other_forms_lose(case: Make, arch: str, kind: str, kv: str) -> None:
-    """Measured against the values that the file holds: what is lost is lost by the engine."""
+@pytest.mark.parametrize(("arch", "kv"), LOSS)
+def test_what_other_keys_and_values_lose(case: Make, arch: str, kv: str) -> None:
     for model in MODELS:
         if model.arch == arch:
-            found = case(model, kind)
-            assert found.rms(found.engine(kv)) <= LOSS[arch, kind, kv], model
+            found = case(model)
+            assert found.loss(found.engine(kv)) <= LOSS[arch, kv], model
+
+
+@pytest.mark.parametrize("kind", [*SMALL_BLOCKS, *SUPER_BLOCKS])
+def test_what_other_weights_lose(case: Make, kind: str) -> None:
+    """Measured against the values that the file holds: what is lost is lost by the engine. Out of the mapped file the
+    bits are the same."""
+    for model in WIDE_MODELS if kind in SUPER_BLOCKS else MODELS:
+        found = case(model, kind)
+        logits = found.engine("int8")
+        assert found.loss(logits) <= (LOSS_HALF if kind in HALVES else LOSS_QUANTISED), model
+        assert found.engine("int8", weights="mapped").tobytes() == logits.tobytes(), model
+
+
+@pytest.mark.parametrize("kind", HALVES)
+@pytest.mark.parametrize("model", MODELS, ids=str)
+def test_half_weights_as_they_are_lose_nothing(case: Make, model: Tiny, kind: str) -> None:
+    found = case(model, kind)
+    assert found.worst(found.engine("f32", dense="as-is")) <= EXACT
 
 
 # ---- one answer, whatever computes it ----------------------------------------------------------------------------
@@ -151,7 +168,7 @@ def test_float_keys_and_values_give_the_same_bits_everywhere(case: Make, name: s
     expected = found.engine(kv, isa="scalar", threads=1)
     for isa in ISAS:
         if lib.st_kernels_find(isa.encode(), ffi.NULL) != ffi.NULL:
-            for threads, max_rows in ((1, 1), (2, 7), (3, 4096)):
+            for threads, max_rows in ((1, 1), (2, 7), (2, 4096)):
                 got = found.engine(kv, isa=isa, threads=threads, max_rows=max_rows)
                 assert got.tobytes() == expected.tobytes(), (isa, threads, max_rows)
 
@@ -187,7 +204,7 @@ def test_wanted_rows_are_a_part_of_all_rows(case: Make) -> None:
     with Evaluator(found.path, threads=1, max_rows=16) as engine:
         every = engine.logits(found.ids)
         assert (engine.vocab, engine.context) == (found.model.vocab, found.model.context)
-        for first in (1, 15, 16, 100, len(found.ids) - 1):
+        for first in (1, 15, 16, 70, len(found.ids) - 1):
             assert engine.logits(found.ids, first).tobytes() == every[first:].tobytes()
         assert engine.logits(found.ids, len(found.ids)).shape == (0, found.model.vocab)
 

@@ -59,7 +59,28 @@ MODELS = (
     Tiny("qwen35moe-32", "qwen35moe", head_dim=32, n_rot=8, eps=1e-6, rope_base=1e6, tied=False, seed=3),
     Tiny("qwen35moe-64", "qwen35moe", head_dim=64, n_rot=32, eps=1e-6, rope_base=1e7, interval=2, state=32, seed=4),
 )
-BY_NAME = {m.name: m for m in MODELS}
+# Every row of a matrix a multiple of 256 values, for weight types of super-blocks.
+WIDE_MODELS = (
+    Tiny("llama-wide", "llama", head_dim=64, n_rot=64, layers=2, width=256, dense=512, seed=5),
+    Tiny(
+        "qwen35moe-wide",
+        "qwen35moe",
+        head_dim=64,
+        n_rot=32,
+        eps=1e-6,
+        layers=2,
+        width=256,
+        interval=2,
+        hv=8,
+        state=32,
+        experts=4,
+        used=2,
+        ff=256,
+        shared_ff=256,
+        seed=6,
+    ),
+)
+BY_NAME = {m.name: m for m in (*MODELS, *WIDE_MODELS)}
 
 
 class _Weights:
