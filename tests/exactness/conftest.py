@@ -26,7 +26,7 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """Random: attention only, so that sessions can be cut; no drafter and no marks."""
     path = models.llama(tmp_path_factory.mktemp("llama") / "llama.gguf")
     with closing(Oracle(path)) as oracle:
-        yield World("dense", path, oracle, 528, 0, (1, 2), 8192, (0, 0.5, 1))
+        yield World("dense", path, oracle, 528, 0, (), 8192, (0, 0.5, 1))
 
 
 @pytest.fixture(scope="session")

@@ -62,6 +62,10 @@ def test_killed_at_random_windows_under_four_streams(world: World, seed: int) ->
             said[i] += stream.texts
             if stream.ended:
                 finishes[i] = stream.finish
+            elif said[i] and stream.tokens and stream.tokens[-1] in world.ends:
+                finishes[i] = "stop"  # its last token was heard, its last line was not
+            elif len(said[i]) == requests[i].max_new:
+                finishes[i] = "length"
         if all(finishes):
             break
     for req, texts, finish in zip(requests, said, finishes, strict=True):

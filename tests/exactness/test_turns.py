@@ -148,6 +148,6 @@ def test_trees_of_turns_over_slots_and_caches(world: World, seed: int, mib: int)
             keys = {"ckpt": rng.choice([0, 1, 1, 1]), "pin": rng.randrange(60)}
             known.append(slots.begin(rng.choice(free), Request(req.ids, req.max_new, (*req.keys, *keys.items()))))
         slots.finish()
-    if mib:
+    if mib > (1 if world.name == "embedded" else 0):  # one of its checkpoints is larger than that
         assert any(s.resumed for s in known)
     world.oracle.check(*known)

@@ -30,7 +30,7 @@ class World:
     @property
     def endless(self) -> dict[str, Any]:
         """Keys under which no answer ends by itself."""
-        return {"logit_bias": ",".join(f"{i}:-1000" for i in self.ends)}
+        return {"logit_bias": ",".join(f"{i}:-1000" for i in self.ends)} if self.ends else {}
 
     def slots(self, *args: str | int | Path, env: dict[str, str] | None = None) -> Slots:
         """An engine on this model."""
