@@ -106,17 +106,52 @@ def quantize_kv(x: Floats) -> tuple[Ints, np.float16]:
     return np.clip(np.rint(x * (F(1) / F(d))), -127, 127).astype(np.int8), d
 
 
-def row_products(codes: Ints, scales: Floats, x: Ints, d: Floats) -> Floats:
-    """Rule 3. Weight codes [n][k] and scales [n][k / 32] times activation rows x [m][k], d [m][k / 32]: [m][n]."""
+def quantize256(x: Floats) -> tuple[Ints, Floats, Ints]:
+    """Rule 2 for super-blocks: int8 codes, a scale for each 256 values, and for those sixteen sums of 16 codes and
+    eight of 32."""
+    blocks = x.reshape(-1, 256)
+    amax = np.abs(blocks).max(axis=1)
+    usable = (amax >= TINY) & (amax <= LARGEST)
+    inv = np.where(usable, F(127) / amax, F(0)).astype(F)
+    codes = np.where(usable[:, None], np.rint(blocks * inv[:, None]), F(0)).astype(np.int8)
+    sums = [codes.reshape(-1, 256 // n, n).sum(axis=2, dtype=np.int16) for n in (16, 32)]
+    return codes.reshape(-1), np.where(usable, amax / F(127), F(0)).astype(F), np.concatenate(sums, axis=1)
+
+
+def row_products(codes: Ints, scales: Floats, x: Ints, d: Floats, mins: Floats | None = None) -> Floats:
+    """Rule 3. Weight codes [n][k], scales and minima [n][k / 32] times activation rows x [m][k], d [m][k / 32]:
+    [m][n]."""
     n, k = codes.shape
     m, blocks = len(x), k // 32
     w = codes.reshape(n, blocks, 32).astype(np.int32)
-    isum = np.einsum("nbi,mbi->mnb", w, x.reshape(m, blocks, 32).astype(np.int32))
+    rows = x.reshape(m, blocks, 32).astype(np.int32)
+    isum, bsum = np.einsum("nbi,mbi->mnb", w, rows), rows.sum(axis=2).astype(F)
     total = np.zeros((m, n), F)
     for segment in range(0, blocks, 8):
         acc = np.zeros((m, n), F)
         for b in range(segment, min(segment + 8, blocks)):
             acc = fma(scales[None, :, b] * d[:, b, None], isum[:, :, b].astype(F), acc)
+            if mins is not None:
+                acc = fma(mins[None, :, b] * d[:, b, None], bsum[:, b, None], acc)
+        total = total + acc
+    return total
+
+
+def super_products(codes: Ints, sc: Ints, mn: Ints | None, d: Floats, dmin: Floats, x: Ints, xd: Floats) -> Floats:
+    """Rule 3 for super-blocks: codes [n][k], group scales sc [n][k / 16], minima mn [n][k / 32] (None: the type has
+    none), d and dmin [n][k / 256] times rows x [m][k], xd [m][k / 256]: [m][n]."""
+    n, k = codes.shape
+    m, blocks = len(x), k // 256
+    w = (codes.astype(np.int32) * np.repeat(sc, 16, axis=1)).reshape(n, blocks, 256)
+    rows = x.astype(np.int32).reshape(m, blocks, 256)
+    isum = np.einsum("nbi,mbi->mnb", w, rows)
+    total = np.zeros((m, n), F)
+    for b in range(blocks):
+        acc = fma(d[None, :, b] * xd[:, b, None], isum[:, :, b].astype(F), F(0))
+        if mn is not None:
+            wide = np.repeat(mn, 32, axis=1).reshape(n, blocks, 256)[:, b]
+            msum = rows[:, b] @ wide.T.astype(np.int32)
+            acc = fma(-(dmin[None, :, b] * xd[:, b, None]), msum.astype(F), acc)
         total = total + acc
     return total
 

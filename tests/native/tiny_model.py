@@ -40,10 +40,11 @@ class Shape:
 
 @dataclass
 class Tensor:
-    """Values in numpy's order (outputs first) and the type they are stored as."""
+    """Values in numpy's order (outputs first) and the type they are stored as; or its blocks themselves (`raw`)."""
 
     values: npt.NDArray[np.float32]
     type: Type = Type.F32
+    raw: npt.NDArray[np.uint8] | None = None
 
 
 @dataclass
@@ -71,7 +72,7 @@ class Model:
             else:
                 writer.add_array(full, value)
         for name, tensor in self.tensors.items():
-            data = tensor.values if tensor.type == Type.F32 else quantize(tensor.values, tensor.type)
+            data = tensor.raw if tensor.raw is not None else quantize(tensor.values, tensor.type)
             writer.add_tensor(name, data, raw_dtype=None if tensor.type == Type.F32 else tensor.type)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
