@@ -89,8 +89,8 @@ def _byte_alphabet() -> dict[str, int]:
 
 BYTE_OF = _byte_alphabet()
 
-# Without a token for one of these a vocabulary cannot write ordinary text. Some lack control characters, bytes that are
-# no UTF-8, and the first bytes of planes without assigned characters; a character of such bytes is left out of a prompt.
+# Without a token for one of these a vocabulary cannot write ordinary text. Some lack control characters, bytes that
+# are no UTF-8, and the first bytes of planes without characters; a character of such bytes is left out of a prompt.
 NEEDED_BYTES = frozenset([*b"\t\n", *range(0x20, 0x7F), *range(0x80, 0xC0), *range(0xC2, 0xF1)])
 
 

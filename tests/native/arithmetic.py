@@ -87,6 +87,13 @@ def l2_norm(x: Floats, scale: float) -> Floats:
     return np.asarray((x * r) * F(scale), F)
 
 
+def scale_of(amax: Floats) -> Floats:
+    """Rule 2: amax / 127; 0 below 2^-100, NaN where a value is none."""
+    return np.where(
+        amax >= TINY, np.where(amax <= LARGEST, amax / F(127), F(np.nan)), np.where(np.isnan(amax), amax, F(0))
+    )
+
+
 def quantize(x: Floats) -> tuple[Ints, Floats, Ints]:
     """Rule 2: int8 codes, and for each block of 32 its scale and the sum of its codes."""
     blocks = x.reshape(-1, 32)
@@ -94,13 +101,13 @@ def quantize(x: Floats) -> tuple[Ints, Floats, Ints]:
     usable = (amax >= TINY) & (amax <= LARGEST)
     inv = np.where(usable, F(127) / amax, F(0)).astype(F)
     codes = np.where(usable[:, None], np.rint(blocks * inv[:, None]), F(0)).astype(np.int8)
-    return codes.reshape(-1), np.where(usable, amax / F(127), F(0)).astype(F), codes.sum(axis=1, dtype=np.int32)
+    return codes.reshape(-1), scale_of(amax), codes.sum(axis=1, dtype=np.int32)
 
 
 def quantize_kv(x: Floats) -> tuple[Ints, np.float16]:
     """Rule 6: codes made with the value of the f16 scale."""
     amax = np.abs(x).max()
-    d = np.float16(min(amax / F(127), F(65504)) if amax <= LARGEST else F(0))
+    d = np.float16(min(amax / F(127), F(65504)) if amax <= LARGEST else F(np.nan))
     if not d > 0:
         return np.zeros(len(x), np.int8), d
     return np.clip(np.rint(x * (F(1) / F(d))), -127, 127).astype(np.int8), d
@@ -115,7 +122,7 @@ def quantize256(x: Floats) -> tuple[Ints, Floats, Ints]:
     inv = np.where(usable, F(127) / amax, F(0)).astype(F)
     codes = np.where(usable[:, None], np.rint(blocks * inv[:, None]), F(0)).astype(np.int8)
     sums = [codes.reshape(-1, 256 // n, n).sum(axis=2, dtype=np.int16) for n in (16, 32)]
-    return codes.reshape(-1), np.where(usable, amax / F(127), F(0)).astype(F), np.concatenate(sums, axis=1)
+    return codes.reshape(-1), scale_of(amax), np.concatenate(sums, axis=1)
 
 
 def row_products(codes: Ints, scales: Floats, x: Ints, d: Floats, mins: Floats | None = None) -> Floats:
