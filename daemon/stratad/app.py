@@ -18,10 +18,12 @@ from typing import Any, Protocol
 
 import sdnotify  # type: ignore[import-untyped]
 from stratad import config, logs
+from stratad import metrics as figures
 from stratad.child import Command, Effects, real_effects
+from stratad.generation import ScheduledGeneration
 from stratad.launch import check_places, engine_command
 from stratad.lock import StateLock
-from stratad.scheduler import ScheduledGeneration, Scheduler
+from stratad.scheduler import Scheduler
 from stratad.settings import control_socket, state_directory
 from stratad.status import snapshot, state_detail
 from stratad.supervisor import EngineState, Supervisor
@@ -125,9 +127,23 @@ class Daemon:
 
     def status(self) -> dict[str, object]:
         """See `stratad.status`."""
+        self.supervisor.refresh_stat()
         listeners = self.front.addresses if self.front is not None else ()
         uptime = self._effects.now() - self._started
         return snapshot(self.settings, self.supervisor, self.scheduler, listeners, uptime)
+
+    def metrics(self) -> dict[str, object]:
+        """See `stratad.metrics.snapshot`."""
+        return figures.snapshot(self._view())
+
+    def metrics_text(self) -> str:
+        """See `stratad.metrics.text`."""
+        return figures.text(self._view())
+
+    def _view(self) -> figures.View:
+        self.supervisor.refresh_stat()
+        uptime = self._effects.now() - self._started
+        return figures.View(self.settings, self.supervisor, self.scheduler, uptime)
 
     # -- start
 

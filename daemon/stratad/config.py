@@ -290,7 +290,6 @@ NOT_SERVED: Mapping[str, str] = {
     "cwd": "the engine needs no working directory",
     "log": "the log goes to standard error or the journal",
     "tokenizer": "it is made from the model file",
-    "parallel": "requests run one after another",
     "vision": "text only",
     "aliases": "the model has one name, model_name",
     "fit_max_tokens": "a request that does not fit is refused, naming both numbers",
@@ -355,13 +354,13 @@ class _Option:
 
 
 _VALUE_WITHOUT_EFFECT = """
-    --adapt-async --adapt-decay --adapt-every --adapt-min-gain --adapt-swaps --batch --batch-groups
+    --adapt-async --adapt-decay --adapt-every --adapt-min-gain --adapt-swaps --batch-groups
     --control-vector-scaled --conversation-cache-mib --conversation-cache-min-free-mib --conversation-cache-slots
     --cvec-mode --expert-cache --expert-profile --expert-profile-save --expert-profile-save-every --gpu --host-core
     --kv-resident --layer-split --lookup-chain --lookup-chain-min --mtp --mtp-max-t --mtp-window --pack --pcie-frac
     --pcie-mode --pipeline-windows --ple-gguf --ple-io --pool-tasks --pool-workers --prefill --prompt-cache
-    --prompt-cache-every --prompt-cache-root --resident-budget-gib --session-min-free-mib --short-read --slots --spec
-    --spec-min-p --split-device --suffix-draft --tail-role-token --turn-token --vision --vram-reserve-later-mib
+    --prompt-cache-root --resident-budget-gib --session-min-free-mib --short-read
+    --split-device --suffix-draft --tail-role-token --turn-token --vision --vram-reserve-later-mib
     --vram-reserve-mib --vram-segment-mib
 """
 _FLAGS_WITHOUT_EFFECT = """
@@ -376,6 +375,16 @@ ENGINE_OPTIONS: Mapping[str, _Option] = {
     "--model": _Option(1, "model"),
     "--threads": _Option(1, "threads"),
     "--isa": _Option(1, "isa"),
+    "--parallel": _Option(1, "parallel"),
+    "--batch": _Option(1, "parallel"),
+    "--slots": _Option(1, "parallel"),
+    "--spec": _Option(1, "spec"),
+    "--spec-min-p": _Option(1, "spec_min_p"),
+    "--stall-target-ms": _Option(1, "stall_target_ms"),
+    "--decode-share": _Option(1, "decode_share"),
+    "--prompt-cache-mib": _Option(1, "prompt_cache_mib"),
+    "--prompt-cache-every": _Option(1, "prompt_cache_every"),
+    "--memory-mib": _Option(1, "memory_mib"),
     "--allow-untrained-context": _Option(0, "allow_untrained_context"),
     "--serve": _Option(0),
     **dict.fromkeys(_VALUE_WITHOUT_EFFECT.split(), _Option(1)),

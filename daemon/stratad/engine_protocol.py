@@ -1,7 +1,8 @@
 """The engine's line protocol: one table of lines, from which both reading and writing are made.
 
 A line is UTF-8 text ended by one newline: a word, then fields separated by single blanks. `ANSWERS` lists what the
-engine says, `REQUESTS` what it is told; the keys of `GEN` stand in `GEN_KEYS`, those of a `T` line in `TOKEN_KEYS`.
+engine says, `REQUESTS` what it is told; the keys of `GEN` and `BGEN` stand in `GEN_KEYS`, those of a token in
+`TOKEN_KEYS`. Lines that begin with B belong to a slot and name it; several slots are served at once.
 Readers skip unknown words, unknown keys and unknown trailing fields, so that either side may grow first. A known word
 with a missing or unreadable field is a `Malformed` line: the other side is out of step and cannot be trusted.
 """
@@ -168,6 +169,77 @@ class DoneLine:
 
 
 @dataclass(frozen=True, slots=True)
+class SlotResume:
+    """`BRESUME <slot> <n>`: the request is in the slot; so many prompt tokens come from a held session."""
+
+    slot: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotProgress:
+    """`BPP <slot> <position> <total> <ms> <tok_s>`, once per window with rows of this prompt."""
+
+    slot: int
+    position: int
+    total: int
+    ms: float = 0.0
+    tok_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SlotAdmitted:
+    """`BADM <slot> <1|0>`: the prompt is read, decoding starts (1)."""
+
+    slot: int
+    decoding: int
+
+
+@dataclass(slots=True)  # not frozen, which makes one twice as fast; there is one for every token
+class SlotToken:
+    """`BT <slot> <id> [lp=<logprob> top=<id>:<lp>,...]`: one produced token, the end token included."""
+
+    slot: int
+    id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SlotDone:
+    """`BDONE ...`: the slot's request ended and the slot is free; times in milliseconds."""
+
+    slot: int
+    generated: int
+    finish: str
+    ms: float
+    drafts_accepted: int = 0
+    drafts_offered: int = 0
+    prompt_tokens: int = 0
+    reused: int = 0
+    prompt_ms: float = 0.0
+    decode_ms: float = 0.0
+    prompt_tokens_read: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SlotErr:
+    """`BERR <slot> <name> <text>`: the slot's request was refused or failed, and has ended."""
+
+    slot: int
+    name: str
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Yielded:
+    """`YIELDED <slot> <tokens>`: the read gave way with so many tokens read; `BDONE ... cancel` follows."""
+
+    slot: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class StatLine:
     """`STAT {...}`: the engine's figures."""
 
@@ -186,6 +258,30 @@ class Gen:
 @dataclass(frozen=True, slots=True)
 class Stop:
     """`STOP`: end the running request at the next window."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotGen:
+    """`BGEN <slot> <max_new> [key=value ...] <ids>`: the same in a slot, which must be idle."""
+
+    slot: int
+    max_new: int
+    ids: tuple[int, ...]
+    keys: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotStop:
+    """`BSTOP <slot>`: end the slot's request at its next window or prompt chunk."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlotYield:
+    """`BYIELD <slot>`: the slot's read is to give way at its next chunk; nothing that was read is lost."""
+
+    slot: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,10 +309,12 @@ class Malformed:
     reason: str
 
 
+SlotAnswer = SlotResume | SlotProgress | SlotAdmitted | SlotToken | SlotDone | SlotErr | Yielded
 Answer = (
-    Info | Ready | Err | Resume | PromptProgress | Reused | TokenLine | DoneLine | StatLine | Unknown | Malformed
+    Info | Ready | Err | Resume | PromptProgress | Reused | TokenLine | DoneLine | StatLine | SlotAnswer | Unknown
+    | Malformed
 )  # fmt: skip
-Request = Gen | Stop | Stat | Quit | Unknown | Malformed
+Request = Gen | Stop | SlotGen | SlotStop | SlotYield | Stat | Quit | Unknown | Malformed
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,37 +369,49 @@ GEN_KEYS: Mapping[str, tuple[str, Kind]] = {
         ("ckpt", INT),
         ("pin", INT),
         ("out_from", INT),
+        ("spec_min_p", FLOAT),
+        ("spec_p_cum", FLOAT),
+        ("spec_p_cum_deep", FLOAT),
     )
 }
 
-_DONE_KINDS = {"prompt_ms": FLOAT, "decode_ms": FLOAT, "finish": WORD, "file_mb": FLOAT}
+_DONE_KINDS = {"prompt_ms": FLOAT, "decode_ms": FLOAT, "finish": WORD, "file_mb": FLOAT, "ms": FLOAT}
+
+
+def _done_fields(message: type, needed: int) -> tuple[Field, ...]:
+    """The fields of an end line in the order of its message; those after the first `needed` came later."""
+    names: tuple[str, ...] = message.__slots__  # type: ignore[attr-defined]
+    return tuple(Field(name, _DONE_KINDS.get(name, INT), index >= needed) for index, name in enumerate(names))
+
+
+_SLOT = Field("slot", INT)
+_READ = (Field("position", INT), Field("total", INT), Field("ms", FLOAT, True), Field("tok_s", FLOAT, True))
 
 ANSWERS: tuple[Line, ...] = (
     Line("INFO", Info, keys=Keys(None, into="values")),
     Line("READY", Ready, (Field("max_context", INT), Field("features", TEXT, optional=True))),
     Line("ERR", Err, (Field("name", WORD), Field("text", TEXT, optional=True))),
     Line("RESUME", Resume, (Field("tokens", INT),)),
-    Line(
-        "PP",
-        PromptProgress,
-        (Field("position", INT), Field("total", INT), Field("ms", FLOAT, True), Field("tok_s", FLOAT, True)),
-    ),
+    Line("PP", PromptProgress, _READ),
     Line("REUSED", Reused, (Field("tokens", INT),)),
     Line("T", TokenLine, (Field("id", INT),), Keys(TOKEN_KEYS), keys_at=1),
-    Line(
-        "DONE",
-        DoneLine,
-        tuple(
-            Field(name, _DONE_KINDS.get(name, INT), optional=position > 4)
-            for position, name in enumerate(DoneLine.__slots__)
-        ),
-    ),
+    Line("DONE", DoneLine, _done_fields(DoneLine, needed=5)),
+    Line("BRESUME", SlotResume, (_SLOT, Field("tokens", INT))),
+    Line("BPP", SlotProgress, (_SLOT, *_READ)),
+    Line("BADM", SlotAdmitted, (_SLOT, Field("decoding", INT))),
+    Line("BT", SlotToken, (_SLOT, Field("id", INT)), Keys(TOKEN_KEYS), keys_at=2),
+    Line("BDONE", SlotDone, _done_fields(SlotDone, needed=4)),
+    Line("BERR", SlotErr, (_SLOT, Field("name", WORD), Field("text", TEXT, optional=True))),
+    Line("YIELDED", Yielded, (_SLOT, Field("tokens", INT))),
     Line("STAT", StatLine, (Field("values", OBJECT),)),
 )
 
 REQUESTS: tuple[Line, ...] = (
     Line("GEN", Gen, (Field("max_new", INT), Field("ids", IDS)), Keys(GEN_KEYS, into="keys"), keys_at=1),
     Line("STOP", Stop),
+    Line("BGEN", SlotGen, (_SLOT, Field("max_new", INT), Field("ids", IDS)), Keys(GEN_KEYS, into="keys"), keys_at=2),
+    Line("BSTOP", SlotStop, (_SLOT,)),
+    Line("BYIELD", SlotYield, (_SLOT,)),
     Line("STAT", Stat),
     Line("QUIT", Quit),
 )
@@ -315,8 +425,10 @@ _BY_MESSAGE = {line.message: line for line in (*ANSWERS, *REQUESTS)}
 
 def parse_answer(line: bytes) -> Answer:
     """The message in one line of the engine (without its newline). Never raises."""
-    if line.startswith(b"T ") and line[2:].isdigit() and len(line) < 14:  # the one line per token: its plain form
-        return TokenLine(int(line[2:]))
+    if line.startswith(b"BT "):  # the one line per token: its plain form
+        slot, _, token = line[3:].partition(b" ")
+        if slot.isdigit() and token.isdigit() and len(line) < 24:
+            return SlotToken(int(slot), int(token))
     message: Answer = _parse(line, _ANSWER_BY_WORD)
     return message
 

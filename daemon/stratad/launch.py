@@ -10,7 +10,7 @@ from pathlib import Path
 
 from stratad.child import Command
 from stratad.config import Problem
-from stratad.settings import Settings
+from stratad.settings import BY_NAME, Settings
 from stratad.supervisor import CommandError
 
 ENGINE_NAME = "strata-engine"
@@ -21,8 +21,19 @@ ENGINE_FLAGS: Mapping[str, str] = {
     "threads": "--threads",
     "kv": "--kv",
     "isa": "--isa",
+    "parallel": "--parallel",
+    "spec": "--spec",
+    "spec_min_p": "--spec-min-p",
+    "stall_target_ms": "--stall-target-ms",
+    "decode_share": "--decode-share",
+    "prompt_cache_mib": "--prompt-cache-mib",
+    "prompt_cache_every": "--prompt-cache-every",
+    "memory_mib": "--memory-mib",
 }
-"""Settings that are passed on when they differ from their default, with the engine's option."""
+"""Settings that are passed on when they differ from the engine's default, with the engine's option."""
+
+ENGINE_DEFAULTS: Mapping[str, object] = {**{name: BY_NAME[name].default for name in ENGINE_FLAGS}, "parallel": 1}
+"""What the engine does without the option: by itself it has one slot, ours are meant to serve several clients."""
 
 PRIVATE_VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_FDS", "LISTEN_PID", "LISTEN_FDNAMES")
 """Between systemd and the daemon; an engine that saw them could speak in the daemon's name."""
@@ -84,8 +95,9 @@ def engine_command(settings: Settings, environ: Mapping[str, str]) -> Command:
         raise CommandError("; ".join(str(problem) for problem in problems))
     argv = [str(engine_path(settings)), "--model", str(model_path(settings))]
     for name, option in ENGINE_FLAGS.items():
-        if settings[name] != Settings()[name]:
-            argv += [option, str(settings[name])]
+        value = settings[name]
+        if value != ENGINE_DEFAULTS[name]:
+            argv += [option, f"{value:g}" if isinstance(value, float) else str(value)]
     if settings.boolean("allow_untrained_context"):
         argv.append("--allow-untrained-context")
     return Command(argv + list(settings.texts("engine_args")), _environment(settings, environ))

@@ -1,13 +1,20 @@
-"""Decides which request the engine works on: a bounded queue, fair between clients, one request at a time.
+"""Decides which requests the engine works on: a bounded queue, fair between clients, as many at once as it has slots.
 
-Every client has its own first-in-first-out line; the lines take turns. A request is `queued`, then `running`, then
-`ended`; its `Generation` collects events until somebody reads them, so that the engine's pipe is always emptied
-(tokens are tiny, and `max_new` bounds how many can wait). A cancelled running request is stopped, and the lane stays
-its own until the engine has said DONE: nobody ever reads another one's tokens.
+    submit ─► queued ─► reading ─► decoding ─► ended          queued: in the fair queue, not begun
+                 ▲         │           │                      front: begun before; goes on as soon as a slot is free
+                 │         │ gave way, engine died,           reading, decoding: in a slot, a leg of it runs
+               front ◄─────┴───────────┘ end of a probation
 
-What is bounded: waiting (`queue_wait_limit_s`, and `restart_wait_limit_s` while the engine is down), the silence of a
-running request and the end of a stopped one (the supervisor kills the engine, which ends the request). Queued
-requests outlive an engine; a running one ends with `engine_failed`.
+A request keeps a resume record, so that nothing that happens to the engine ends it: when the engine dies at whatever
+moment, every request that ran goes to the front and is taken on by the next engine, with the very tokens it would
+have had. Who ran in two engines that died soon is on probation: it runs alone for `PROBATION` tokens, one suspect
+after the other. Only a request that was alone in two engines that died is failed.
+
+What is bounded: waiting (`queue_wait_limit_s`, and `restart_wait_limit_s` while the engine is down); the engine's
+silence, and the end of a stopped request (the supervisor kills the engine); the silence of one slot beside others
+that talk (the engine is asked; a slot that it does not know to be busy, or that decodes without getting on, means
+that it is out of step). A cancelled request keeps its slot until the engine has said BDONE: nobody ever reads another
+one's tokens.
 
 All of it runs on the event loop; nothing here awaits between reading the state and changing it.
 """
@@ -17,44 +24,56 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import OrderedDict, deque
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol, get_args
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 from stratad.child import Effects
 from stratad.engine_protocol import (
     Answer,
-    DoneLine,
     Err,
-    Gen,
-    PromptProgress,
-    Resume,
-    Reused,
-    Stop,
-    TokenLine,
+    SlotAdmitted,
+    SlotDone,
+    SlotErr,
+    SlotProgress,
+    SlotResume,
+    SlotStop,
+    SlotToken,
+    SlotYield,
+    StatLine,
+    Yielded,
     format_line,
-    sampling_keys,
 )
 from stratad.errors import StrataError
+from stratad.fair_queue import FairQueue
+from stratad.generation import ScheduledGeneration
+from stratad.lanes import Lane, Leg, choose_lane, chunk_allowance, longest_held, silence_allowance
 from stratad.settings import Settings
 from stratad.supervisor import EngineState
-from stratad.types import Done, EngineFacts, Event, FinishReason, GenRequest, Progress, Token
+from stratad.tally import Tally
+from stratad.types import EngineFacts, FinishReason, GenRequest, Progress, Token
 
 _logger = logging.getLogger("stratad.scheduler")
 
 MANY_FAILURES = 3  # engine lives that end early in a row; from then on new requests are not asked to wait
-TICK_S = 0.5  # how often the limits of the queue are looked at, while somebody waits
-SLOWEST_READ_TOK_S = 50.0  # prompt reading is given this much time per token before its first report
-LONGEST_READ_TOKENS = 32768
+TICK_S = 0.5  # how often limits are looked at, while somebody waits or runs
+MOST_YIELDS = 2  # times that a read gives way to shorter prompts
+LEAST_UNREAD = 512  # tokens; a read that is nearer to its end is not worth interrupting
+SUSPECT_DEATHS = 2  # engines in a row
+DEADLY_ALONE = 2  # engines that die with one request alone, which then is the culprit
+PROBATION = 32  # tokens; also how far a request must get to be above suspicion
 
 ENGINE_REFUSALS = {
     "context_full": "context_length_exceeded",
+    "pool_full": "context_length_exceeded",
     "token_range": "invalid_value",
+    "no_candidates": "invalid_value",
     "non_finite": "engine_failed",
     "internal": "engine_failed",
 }
-"""What an ERR for a request means to its client; any other name is a fault of ours (`internal`)."""
+"""What a BERR means to the client; any other name is a fault of ours (`internal`)."""
+
+OUT_OF_STEP = frozenset({"busy", "bad_slot"})
+"""BERR names by which the engine says that it and we disagree about its slots."""
 
 
 class Engine(Protocol):
@@ -67,176 +86,9 @@ class Engine(Protocol):
     @property
     def failures(self) -> int: ...
     def send(self, line: bytes) -> None: ...
-    def begin(self, allowance: float) -> None: ...
-    def allow(self, allowance: float) -> None: ...
-    def expect_end(self, seconds: float) -> None: ...
-    def end(self) -> None: ...
+    def expect(self, silence: float | None, end_by: float | None = None) -> None: ...
+    def ask(self) -> bool: ...
     def kill(self, reason: str) -> None: ...
-
-
-@dataclass(slots=True)
-class Counters:
-    """Requests since the daemon started; they never go down."""
-
-    submitted: int = 0
-    started: int = 0
-    finished: int = 0
-    cancelled: int = 0
-    failed: int = 0
-    refused: int = 0
-
-
-@dataclass(slots=True)
-class Rates:
-    """Tokens per second of the last request that had any, in engine time."""
-
-    decode_tok_s: float | None = None
-    prompt_tok_s: float | None = None
-
-
-class ScheduledGeneration:
-    """One request on its way. Read by one consumer; `cancel` may be called from anywhere on the loop."""
-
-    __slots__ = ("_end", "_error", "_events", "_owner", "_waiter", "cancelled", "deadline", "number", "request")
-
-    def __init__(self, owner: Scheduler, request: GenRequest, number: int, deadline: float | None) -> None:
-        self.request = request
-        self.number = number
-        self.deadline = deadline  # by then it must have started
-        self.cancelled = False
-        self._owner = owner
-        self._events: deque[Event] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self._end = False
-        self._error: StrataError | None = None
-
-    @property
-    def ended(self) -> bool:
-        """Whether its last event is known (it may still wait to be read)."""
-        return self._end
-
-    def push(self, event: Event) -> None:
-        """Add an event; progress that nobody has read yet is replaced by newer progress."""
-        if self._end:
-            return
-        if type(event) is Progress and self._events and type(self._events[-1]) is Progress:
-            self._events[-1] = event
-        else:
-            self._events.append(event)
-        self._wake()
-
-    def finish(self, done: Done) -> None:
-        """Add the last event."""
-        self.push(done)
-        self._end = True
-
-    def fail(self, error: StrataError) -> None:
-        """End with an error, after the events that are there."""
-        if not self._end:
-            self._end, self._error = True, error
-            self._wake()
-
-    def _wake(self) -> None:
-        waiter = self._waiter
-        if waiter is not None:
-            self._waiter = None
-            if not waiter.done():
-                waiter.set_result(None)
-
-    def __aiter__(self) -> ScheduledGeneration:
-        return self
-
-    async def __anext__(self) -> Event:
-        while not self._events:
-            if self._error is not None:
-                error, self._error = self._error, None
-                raise error
-            if self._end:
-                raise StopAsyncIteration
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        return self._events.popleft()
-
-    async def cancel(self) -> None:
-        """Leave the queue, or stop within one token or chunk. Idempotent; does not wait for the engine."""
-        self._owner.cancel(self)
-
-
-@dataclass(slots=True)
-class _Lane:
-    """A place in the engine that works on one request at a time (later: one per slot)."""
-
-    current: ScheduledGeneration | None = None
-    stopping: bool = False
-    broken: bool = False  # the engine is out of step and being killed; nothing it said after that counts
-    reused: int = 0
-    position: int = 0  # prompt tokens read
-    reading: bool = True
-    tokens: int = 0
-
-
-class _FairQueue:
-    """First in, first out for each client; the clients take turns."""
-
-    def __init__(self) -> None:
-        self._lines: OrderedDict[str, deque[ScheduledGeneration]] = OrderedDict()
-        self._length = 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __iter__(self) -> Iterator[ScheduledGeneration]:
-        return (generation for line in self._lines.values() for generation in line)
-
-    def put(self, generation: ScheduledGeneration) -> None:
-        """To the end of its client's line; a client without a line gets the last turn."""
-        self._lines.setdefault(generation.request.client, deque()).append(generation)
-        self._length += 1
-
-    def take(self) -> ScheduledGeneration | None:
-        """The next of the client whose turn it is, which then is the last to have a turn."""
-        if not self._lines:
-            return None
-        client, line = next(iter(self._lines.items()))
-        generation = line.popleft()
-        self._length -= 1
-        if line:
-            self._lines.move_to_end(client)
-        else:
-            del self._lines[client]
-        return generation
-
-    def remove(self, generation: ScheduledGeneration) -> bool:
-        """Take one out of the middle; returns whether it was there."""
-        line = self._lines.get(generation.request.client)
-        if line is None or generation not in line:
-            return False
-        line.remove(generation)
-        self._length -= 1
-        if not line:
-            del self._lines[generation.request.client]
-        return True
-
-    def clear(self) -> list[ScheduledGeneration]:
-        """Take all of them out."""
-        everyone = list(self)
-        self._lines.clear()
-        self._length = 0
-        return everyone
-
-
-def silence_allowance(stall_limit_s: float, unread: int) -> float:
-    """Silence allowed after a prompt with so many unread tokens was sent, until its first report (0: any)."""
-    if stall_limit_s <= 0:
-        return 0.0
-    return stall_limit_s + min(unread, LONGEST_READ_TOKENS) / SLOWEST_READ_TOK_S
-
-
-def chunk_allowance(stall_limit_s: float, chunk: int, tok_s: float) -> float:
-    """Silence allowed until the next report of a prompt that is read in such chunks at such a rate (0: any)."""
-    if stall_limit_s <= 0:
-        return 0.0
-    return max(stall_limit_s, 3 * chunk / tok_s) if tok_s > 0 else stall_limit_s
 
 
 class Scheduler:
@@ -245,16 +97,17 @@ class Scheduler:
     def __init__(self, settings: Settings, effects: Effects) -> None:
         self._settings, self._effects = settings, effects
         self._engine: Engine | None = None
-        self._queue = _FairQueue()
-        self._lane = _Lane()
+        self._queue = FairQueue()
+        self._front: list[ScheduledGeneration] = []  # in the order in which they came in
+        self._lanes: list[Lane] = []  # of the engine that runs
+        self._broken = False  # the engine is out of step and being killed; nothing it said after that counts
         self._numbers = itertools.count(1)
-        self._waiting = asyncio.Event()  # somebody is in the queue
-        self._idle = asyncio.Event()  # the lane is free
+        self._work = asyncio.Event()  # somebody waits or runs
+        self._idle = asyncio.Event()  # nothing that began is unfinished
         self._idle.set()
         self._down_since: float | None = None
         self.draining = False
-        self.counters = Counters()
-        self.rates = Rates()
+        self.tally = Tally()
 
     def attach(self, engine: Engine) -> None:
         """Name the engine to work with; once, before anything else."""
@@ -266,15 +119,36 @@ class Scheduler:
         assert self._engine is not None, "attach() comes first"
         return self._engine
 
+    # -- what others ask
+
+    @property
+    def lanes(self) -> list[Lane]:
+        """The slots of the engine that runs; none while there is no engine."""
+        return self._lanes
+
+    @property
+    def serving(self) -> int:
+        """Slots of the engine that runs, or of the last one that was ready."""
+        facts = self.engine.facts
+        return slots_of(facts) if facts is not None else 0
+
     @property
     def queued(self) -> int:
-        """Requests that wait."""
+        """Requests that wait and have not begun."""
         return len(self._queue)
 
     @property
     def running(self) -> int:
-        """Requests that the engine works on."""
-        return 1 if self._lane.current is not None else 0
+        """Requests that have begun: in a slot, or about to go on in one."""
+        return len(self._front) + sum(1 for _ in self._legs())
+
+    def slots(self) -> list[dict[str, object]]:
+        """One row for each slot: what it holds, or how far its request is. JSON-ready."""
+        now = self._effects.now()
+        return [lane.describe(now) for lane in self._lanes]
+
+    def _legs(self) -> Iterator[Leg]:
+        return (lane.leg for lane in self._lanes if lane.leg is not None)
 
     # -- coming in
 
@@ -285,14 +159,12 @@ class Scheduler:
             self._check_engine()
             self._check_queue()
         except StrataError:
-            self.counters.refused += 1
+            self.tally.requests.refused += 1
             raise
-        wait = self._settings.number("queue_wait_limit_s")
-        deadline = self._effects.now() + wait if wait > 0 else None
-        generation = ScheduledGeneration(self, request, next(self._numbers), deadline)
-        self.counters.submitted += 1
-        self._queue.put(generation)
-        self._waiting.set()
+        generation = ScheduledGeneration(self.cancel, request, next(self._numbers), self._effects.now())
+        generation.deadline = self._waits_until()
+        self.tally.requests.submitted += 1
+        self._queue.put(generation, len(request.prompt_ids) - longest_held(self._lanes, request.prompt_ids))
         self._pump()
         return generation
 
@@ -318,38 +190,94 @@ class Scheduler:
             raise StrataError("engine_down", f"the engine is being started again: {engine.reason}", retry_after=10)
 
     def _check_queue(self) -> None:
-        limit = self._settings.integer("queue_limit")
-        free = self.engine.state is EngineState.READY and self._lane.current is None and not self._queue
-        if not free and len(self._queue) >= limit:
+        free = any(lane.leg is None for lane in self._lanes) and not self._queue and not self._front
+        if not free and len(self._queue) >= self._settings.integer("queue_limit"):
             raise StrataError("queue_full", f"{len(self._queue)} requests wait already; try again", retry_after=2)
+
+    def _waits_until(self) -> float | None:
+        wait = self._settings.number("queue_wait_limit_s")
+        return self._effects.now() + wait if wait > 0 else None
 
     # -- going to the engine
 
     def _pump(self) -> None:
-        """Start the next request if the engine is ready for one."""
-        free = self._lane.current is None and not self._lane.broken
-        if free and self.engine.state is EngineState.READY and not self.draining:
-            generation = self._queue.take()
-            if generation is not None:
-                self._start(generation)
-        if not self._queue:
-            self._waiting.clear()
+        """Start whatever the engine has room for; ask a long read to give way to a short prompt."""
+        while self._takes_requests() and (generation := self._next()) is not None:
+            self._start(generation)
+        self._ask_to_give_way()
+        self._note_work()
+
+    def _takes_requests(self) -> bool:
+        ready = self.engine.state is EngineState.READY and not self._broken
+        return ready and any(lane.leg is None for lane in self._lanes)
+
+    def _next(self) -> ScheduledGeneration | None:
+        """Who may begin now: suspects alone, then who has begun before, then the queue."""
+        suspects = [generation for generation in self._front if _suspect(generation)]
+        if suspects:
+            alone = next(self._legs(), None) is None
+            return self._from_front(suspects[0]) if alone else None
+        if any(_suspect(leg.generation) for leg in self._legs()):
+            return None
+        if self._front:
+            return self._from_front(self._front[0])
+        return None if self.draining else self._queue.take()
+
+    def _from_front(self, generation: ScheduledGeneration) -> ScheduledGeneration:
+        self._front.remove(generation)
+        return generation
+
+    def _to_front(self, generation: ScheduledGeneration) -> None:
+        generation.deadline = self._waits_until()
+        self._front.append(generation)
+        self._front.sort(key=lambda one: one.number)
 
     def _start(self, generation: ScheduledGeneration) -> None:
-        request = generation.request
+        record, now = generation.record, self._effects.now()
+        ids = record.ids
+        lane = choose_lane(self._lanes, ids)
+        assert lane is not None
+        budget = min(PROBATION, record.remaining) if _suspect(generation) else record.remaining
         try:
-            line = format_line(Gen(request.max_new, request.prompt_ids, sampling_keys(request.sampling)))
+            line = record.line(lane.slot, budget)
         except ValueError as error:
-            self.counters.failed += 1
-            generation.fail(StrataError("invalid_value", f"the request cannot be sent: {error}"))
-            self._pump()
+            self._fail(generation, StrataError("invalid_value", f"the request cannot be sent: {error}"))
             return
-        self._lane = _Lane(generation)
-        self._idle.clear()
-        self.counters.started += 1
-        self.engine.begin(silence_allowance(self._settings.number("stall_limit_s"), len(request.prompt_ids)))
+        if generation.figures.began is None:
+            generation.figures.began = now
+            self.tally.requests.started += 1
+            self.tally.queue_wait.observe(now - generation.submitted)
+        generation.deadline = None
+        allowance = silence_allowance(self._settings.number("stall_limit_s"), len(ids))
+        lane.leg = Leg(generation, ids, budget, now, allowance, now)
+        lane.held, lane.used = (), now
+        self._expect()
         self.engine.send(line)
-        _logger.debug("request %d started: %d prompt tokens", generation.number, len(request.prompt_ids))
+        _logger.debug("request %d in slot %d: %d tokens to read", generation.number, lane.slot, len(ids))
+
+    def _ask_to_give_way(self) -> None:
+        """If every slot is taken and a prompt waits that is under half as long as what a read has left."""
+        waiting = self._queue.shortest()
+        if waiting is None or self._broken or self.draining or not self._lanes or not self._may_yield():
+            return
+        generation, unread = waiting
+        lane = max(self._lanes, key=lambda one: one.leg.unread if one.leg is not None else 0)
+        leg = lane.leg
+        if leg is None or leg.unread < max(LEAST_UNREAD, 2 * unread):
+            return
+        if leg.end_by is None and leg.generation.yields < MOST_YIELDS:
+            leg.generation.yields += 1
+            leg.yield_for = generation
+            self.engine.send(format_line(SlotYield(lane.slot)))
+
+    def _may_yield(self) -> bool:
+        """One at a time; not beside a free slot or a suspect; and without a cache the read would be lost."""
+        legs = list(self._legs())
+        if len(legs) < len(self._lanes) or self._settings.integer("prompt_cache_mib") == 0:
+            return False
+        return not any(leg.yield_for is not None or _suspect(leg.generation) for leg in legs)
+
+    # -- cancelling
 
     def cancel(self, generation: ScheduledGeneration) -> None:
         """What `Generation.cancel` does."""
@@ -357,178 +285,388 @@ class Scheduler:
             return
         generation.cancelled = True
         if self._queue.remove(generation):
-            self.counters.cancelled += 1
-            generation.finish(Done("cancel", 0, len(generation.request.prompt_ids), 0, 0.0, 0.0))
-            self._pump()
-        elif self._lane.current is generation:
-            self._stop()
+            self._finish(generation, "cancel")
+        elif generation in self._front:
+            self._front.remove(generation)
+            self._finish(generation, "cancel")
+        else:
+            self._stop(generation)
+        self._pump()
 
-    def _stop(self) -> None:
-        if not self._lane.stopping:
-            self._lane.stopping = True
-            self.engine.send(format_line(Stop()))
-            self.engine.expect_end(self._settings.number("stall_limit_s"))
+    def _stop(self, generation: ScheduledGeneration) -> None:
+        for lane in self._lanes:
+            if lane.leg is not None and lane.leg.generation is generation and lane.leg.end_by is None:
+                limit = self._settings.number("stall_limit_s")
+                lane.leg.end_by = self._effects.now() + (limit if limit > 0 else float("inf"))
+                self.engine.send(format_line(SlotStop(lane.slot)))
+                self._expect()
 
     # -- coming back from the engine
 
     def engine_ready(self, facts: EngineFacts) -> None:
-        """The engine takes requests: go on with those that wait."""
+        """The engine takes requests: go on with those that ran, then with those that wait."""
         self._down_since = None
+        self._broken = False
+        self._lanes = [Lane(slot) for slot in range(slots_of(facts))]
         self._pump()
 
     def engine_answers(self, answers: list[Answer]) -> None:
-        """Lines of the running request; ends of requests start the next one."""
+        """Lines of slots, as many as came together; ends of requests start the next ones."""
+        now = self._effects.now()
         for answer in answers:
-            generation = self._lane.current
-            if self._lane.broken:
+            if self._broken:
                 return
-            if generation is None:
-                self._break(f"it sent {type(answer).__name__} with no request running")
-            elif type(answer) is TokenLine:
-                self._token(generation, answer)
-            else:
-                self._other(generation, answer)
+            if type(answer) is SlotToken:
+                self._token(answer, now)
+            elif isinstance(answer, SlotResume | SlotProgress | SlotAdmitted | SlotDone | SlotErr | Yielded):
+                self._slot_answer(answer, now)
+            elif isinstance(answer, StatLine):
+                self._heed_stat(answer.values)
+            elif not isinstance(answer, Err):
+                self._break(f"it sent {type(answer).__name__}, which nobody asked for")
+            elif answer.name != "internal":  # after that one the engine ends by itself
+                self._break(f"it refused a line: {answer.name}: {answer.text}")
 
     def _break(self, reason: str) -> None:
-        self._lane.broken = True
+        self._broken = True
         self.engine.kill(reason)
 
-    def _token(self, generation: ScheduledGeneration, answer: TokenLine) -> None:
-        lane = self._lane
-        lane.tokens += 1
-        if lane.reading:
-            lane.reading = False
-            self.engine.allow(self._settings.number("stall_limit_s"))
-        if lane.tokens > generation.request.max_new:
-            self._break("it produced more tokens than were asked for")
+    def _lane(self, slot: int, what: str) -> Lane | None:
+        """The busy lane that an answer is about; without one the engine is out of step."""
+        if 0 <= slot < len(self._lanes) and self._lanes[slot].leg is not None:
+            return self._lanes[slot]
+        self._break(f"it sent {what} for slot {slot}, where no request runs")
+        return None
+
+    def _token(self, answer: SlotToken, now: float) -> None:
+        lane = self._lane(answer.slot, "a token")
+        if lane is None or lane.leg is None:
             return
+        leg = lane.leg
+        if leg.tokens >= leg.budget or not leg.resumed:
+            self._break("it produced more tokens than were asked for" if leg.resumed else "it sent a token too early")
+            return
+        if leg.reading:
+            self._decoding(leg, now)
+        generation, figures = leg.generation, leg.generation.figures
+        if figures.first_token is None:
+            figures.first_token = now
+            self.tally.first_token.observe(now - generation.submitted)
+        else:
+            self.tally.token_gap.observe(now - leg.heard)
+        leg.heard = now
+        leg.tokens += 1
+        self.tally.output_tokens += 1
+        generation.record.output.append(answer.id)
         generation.push(Token(answer.id, answer.logprob, answer.top))
 
-    def _other(self, generation: ScheduledGeneration, answer: Answer) -> None:
-        if isinstance(answer, DoneLine):
-            self._done(generation, answer)
-        elif isinstance(answer, Err):
-            self._refused(generation, answer)
-        elif isinstance(answer, PromptProgress):
-            self._progress(generation, answer)
-        elif isinstance(answer, Resume | Reused):
-            self._lane.reused = answer.tokens
+    def _decoding(self, leg: Leg, now: float) -> None:
+        leg.position = len(leg.ids)
+        leg.reading = False
+        leg.yield_for = None  # too late: the engine drops the wish
+        leg.decoding_since = now
+        leg.samples.clear()
+        leg.allowance = self._settings.number("stall_limit_s")
+        self._expect()
 
-    def _progress(self, generation: ScheduledGeneration, answer: PromptProgress) -> None:
-        lane = self._lane
-        chunk = answer.position - max(lane.position, lane.reused)
-        lane.position = answer.position
-        self.engine.allow(chunk_allowance(self._settings.number("stall_limit_s"), chunk, answer.tok_s))
-        generation.push(Progress(answer.position, answer.total, lane.reused))
-
-    def _done(self, generation: ScheduledGeneration, answer: DoneLine) -> None:
-        if answer.finish not in get_args(FinishReason):
-            self._break(f"it ended a request with the word {answer.finish!r}")
+    def _slot_answer(
+        self, answer: SlotResume | SlotProgress | SlotAdmitted | SlotDone | SlotErr | Yielded, now: float
+    ) -> None:
+        lane = self._lane(answer.slot, type(answer).__name__)
+        if lane is None or lane.leg is None:
             return
-        finish: FinishReason = answer.finish  # type: ignore[assignment]
-        self._rate(answer)
-        self._free()
-        if not generation.ended:
-            if finish == "cancel":
-                self.counters.cancelled += 1
-            else:
-                self.counters.finished += 1
-        prompt = answer.prompt_tokens
-        generation.finish(Done(finish, answer.generated, prompt, answer.reused, answer.prompt_ms, answer.decode_ms))
-        _logger.info("request %d: %s, %d prompt tokens, %d new", generation.number, finish, prompt, answer.generated)
+        lane.leg.heard = now
+        lane.leg.asked = None
+        if isinstance(answer, SlotDone):
+            self._done(lane, lane.leg, answer, now)
+        elif isinstance(answer, SlotErr):
+            self._refused(lane, lane.leg, answer, now)
+        elif isinstance(answer, SlotProgress):
+            self._progress(lane.leg, answer)
+        elif isinstance(answer, SlotResume):
+            self._resumed(lane.leg, answer)
+        elif isinstance(answer, Yielded):
+            lane.leg.gave_way = True
+        elif answer.decoding and lane.leg.reading:
+            self._decoding(lane.leg, now)
+
+    def _resumed(self, leg: Leg, answer: SlotResume) -> None:
+        leg.reused = leg.position = answer.tokens
+        leg.resumed = True
+        figures = leg.generation.figures
+        if figures.reused is None:
+            figures.reused = answer.tokens
+            self.tally.prompt_tokens += len(leg.ids)
+            self.tally.reused_tokens += answer.tokens
+
+    def _progress(self, leg: Leg, answer: SlotProgress) -> None:
+        chunk = answer.position - leg.position
+        leg.position = answer.position
+        leg.allowance = chunk_allowance(self._settings.number("stall_limit_s"), chunk, answer.tok_s)
+        self._expect()
+        prompt = len(leg.generation.record.prompt)
+        if not leg.generation.record.output:  # reading again is nothing that a client needs to know
+            leg.generation.push(Progress(min(answer.position, prompt), prompt, leg.generation.figures.reused or 0))
+
+    # -- the end of a leg
+
+    def _done(self, lane: Lane, leg: Leg, answer: SlotDone, now: float) -> None:
+        wanted = leg.end_by is not None or leg.gave_way or answer.finish != "cancel"
+        if answer.finish not in ("stop", "length", "cancel") or answer.generated != leg.tokens or not wanted:
+            came = f"{leg.tokens} of {answer.generated} tokens"
+            self._break(f"it ended a request with {answer.finish!r} and {came}")
+            return
+        self._account(lane, leg, answer)
+        generation, stopped = leg.generation, leg.end_by is not None
+        held = generation.record.ids[:-1] if leg.tokens else leg.ids[: answer.reused + answer.prompt_tokens_read]
+        self._free(lane, held, now)
+        reason = _finish_of(leg, answer, stopped)
+        if generation.ended:  # its client was told already
+            pass
+        elif reason is not None:
+            self._finish(generation, reason)
+        else:
+            self._go_on_later(lane, leg)
         self._pump()
 
-    def _rate(self, answer: DoneLine) -> None:
+    def _go_on_later(self, lane: Lane, leg: Leg) -> None:
+        """The leg is over but not the request: it gave way, or its probation is over."""
+        generation = leg.generation
+        if not leg.gave_way and leg.tokens >= leg.budget:
+            generation.deaths = generation.alone_deaths = 0
+        self._to_front(generation)
+        if leg.gave_way:
+            self.tally.yields += 1
+            if leg.yield_for is not None and self._takes_requests() and self._queue.remove(leg.yield_for):
+                self._start(leg.yield_for)
+
+    def _account(self, lane: Lane, leg: Leg, answer: SlotDone) -> None:
+        tally, figures = self.tally, leg.generation.figures
+        read = answer.prompt_tokens_read
+        tally.draft(lane.slot, answer.drafts_offered, answer.drafts_accepted)
+        tally.read_tokens += read
+        tally.prompt_seconds += answer.prompt_ms / 1000
+        tally.decode_seconds += answer.decode_ms / 1000
+        if len(leg.ids) == len(leg.generation.record.prompt):  # else it was read again
+            figures.prompt_ms += answer.prompt_ms if leg.tokens else answer.ms
+        figures.decode_ms += answer.decode_ms
+        figures.drafts_offered += answer.drafts_offered
+        figures.drafts_accepted += answer.drafts_accepted
         if answer.generated > 1 and answer.decode_ms > 0:
-            self.rates.decode_tok_s = round(answer.generated * 1000 / answer.decode_ms, 2)
-        read = answer.prompt_tokens_read or answer.prompt_tokens - answer.reused
+            tally.rates.decode_tok_s = round((answer.generated - 1) * 1000 / answer.decode_ms, 2)
         if read > 1 and answer.prompt_ms > 0:
-            self.rates.prompt_tok_s = round(read * 1000 / answer.prompt_ms, 2)
+            tally.rates.prompt_tok_s = round(read * 1000 / answer.prompt_ms, 2)
 
-    def _refused(self, generation: ScheduledGeneration, answer: Err) -> None:
-        self._free()
-        self.counters.failed += not generation.ended
-        name = ENGINE_REFUSALS.get(answer.name, "internal")
+    def _refused(self, lane: Lane, leg: Leg, answer: SlotErr, now: float) -> None:
+        if answer.name in OUT_OF_STEP:
+            self._break(f"it refused a request: {answer.name}: {answer.text}")
+            return
+        generation = leg.generation
+        self._free(lane, (), now)
         _logger.warning("request %d refused by the engine: %s: %s", generation.number, answer.name, answer.text)
-        generation.fail(StrataError(name, f"the engine refused the request: {answer.text or answer.name}"))
-        if answer.name != "internal":  # after that one the engine ends; what waits goes to its successor
-            self._pump()
+        if answer.name == "context_full" and generation.record.output and not generation.ended:
+            self._finish(generation, "length")
+        elif not generation.ended:
+            name = ENGINE_REFUSALS.get(answer.name, "internal")
+            self._fail(generation, StrataError(name, f"the engine refused the request: {answer.text or answer.name}"))
+        self._pump()
 
-    def _free(self) -> None:
-        self._lane = _Lane()
-        self._idle.set()
-        self.engine.end()
+    def _free(self, lane: Lane, held: tuple[int, ...], now: float) -> None:
+        lane.leg = None
+        lane.held, lane.used = held, now
+        self._expect()
+
+    def _finish(self, generation: ScheduledGeneration, reason: FinishReason) -> None:
+        self._ended(generation, reason)
+        generation.finish(reason)
+        _logger.info(
+            "request %d: %s, %d prompt tokens, %d new", generation.number, reason, len(generation.record.prompt),
+            len(generation.record.output),
+        )  # fmt: skip
+
+    def _fail(self, generation: ScheduledGeneration, error: StrataError) -> None:
+        if not generation.ended:
+            self._ended(generation, "draining" if error.name == "draining" else "error")
+            generation.fail(error)
+
+    def _ended(self, generation: ScheduledGeneration, finish: str) -> None:
+        self.tally.end(generation, finish, self._effects.now(), self._effects.wall())
+
+    # -- the end of an engine
 
     def engine_down(self, reason: str, permanent: bool) -> None:
-        """The engine ended: its request fails, the queue waits for the next engine if there will be one."""
-        lane, self._lane = self._lane, _Lane()
-        self._idle.set()
-        if lane.current is not None and not lane.current.ended:
-            self._lost(lane.current, lane.tokens, reason)
+        """The engine ended: what ran goes to the front and waits for the next engine, if there will be one."""
+        legs, self._lanes = list(self._legs()), []
+        self._broken = False
         if self._down_since is None:
             self._down_since = self._effects.now()
+        self.engine.expect(None)
+        for leg in legs:
+            self._lost(leg, alone=len(legs) == 1, reason=reason)
         if permanent:
             name = "draining" if self.draining else "engine_down"
-            self._fail_queue(name, "the server is stopping" if self.draining else reason)
+            self._fail_all(name, "the server is stopping" if self.draining else reason)
+        self._note_work()
 
-    def _lost(self, generation: ScheduledGeneration, tokens: int, reason: str) -> None:
-        if generation.cancelled:
-            self.counters.cancelled += 1
-            generation.finish(Done("cancel", tokens, len(generation.request.prompt_ids), 0, 0.0, 0.0))
+    def _lost(self, leg: Leg, alone: bool, reason: str) -> None:
+        generation, record = leg.generation, leg.generation.record
+        self.tally.read_tokens += leg.fresh
+        if leg.decoding_since is not None:  # the engine did not live to say how long it took
+            generation.figures.decode_ms += (leg.heard - leg.decoding_since) * 1000
+            if len(leg.ids) == len(record.prompt):
+                generation.figures.prompt_ms += (leg.decoding_since - leg.began) * 1000
+        if generation.ended:
             return
-        self.counters.failed += 1
-        if self.draining:
-            generation.fail(StrataError("draining", "the server is stopping", retry_after=10))
+        if generation.cancelled:
+            self._finish(generation, "cancel")
+        elif record.finish is not None:
+            self._finish(generation, record.finish)
+        elif self._is_culprit(leg, alone):
+            self._fail(generation, StrataError("engine_failed", f"the answer was cut off: {reason}"))
         else:
-            generation.fail(StrataError("engine_failed", f"the answer was cut off: {reason}"))
+            self.tally.recovered += 1
+            self._to_front(generation)
+
+    @staticmethod
+    def _is_culprit(leg: Leg, alone: bool) -> bool:
+        """Count a death. A request that got on well since it went on is no suspect for what happened before."""
+        generation = leg.generation
+        if leg.tokens >= PROBATION:
+            generation.deaths = generation.alone_deaths = 0
+        generation.deaths += 1
+        generation.alone_deaths += alone
+        return generation.alone_deaths >= DEADLY_ALONE
+
+    def _fail_all(self, name: str, text: str) -> None:
+        self._fail_front(name, text)
+        self._fail_queue(name, text)
+
+    def _fail_front(self, name: str, text: str) -> None:
+        front, self._front = self._front, []
+        for generation in front:
+            self._fail(generation, StrataError(name, f"the answer was cut off: {text}", retry_after=10))
 
     def _fail_queue(self, name: str, text: str) -> None:
         for generation in self._queue.clear():
-            self.counters.failed += 1
-            generation.fail(StrataError(name, text, retry_after=10))
-        self._waiting.clear()
+            self._fail(generation, StrataError(name, text, retry_after=10))
 
-    # -- limits of waiting
+    # -- limits
+
+    def _expect(self) -> None:
+        """Tell the supervisor how long the engine may be silent, and by when stopped requests must have ended."""
+        legs = list(self._legs())
+        if not legs:
+            self.engine.expect(None)
+            return
+        allowances = [leg.allowance for leg in legs]
+        ends = [leg.end_by for leg in legs if leg.end_by is not None]
+        self.engine.expect(max(allowances) if all(allowances) else 0.0, min(ends, default=None))
+
+    def _note_work(self) -> None:
+        """Keep `_idle` and `_work` true to their names."""
+        begun = self.running > 0
+        (self._idle.clear if begun else self._idle.set)()
+        (self._work.set if begun or self._queue else self._work.clear)()
 
     async def run(self) -> None:
-        """The task that ends waits which last too long."""
+        """The task that looks after limits."""
         while True:
-            await self._waiting.wait()
+            await self._work.wait()
             await self._effects.sleep(TICK_S)
-            self._expire()
+            self._tick()
 
-    def _expire(self) -> None:
+    def _tick(self) -> None:
         now = self._effects.now()
         limit = self._settings.number("restart_wait_limit_s")
         if self._down_since is not None and now - self._down_since > limit:
-            self._fail_queue("engine_down", f"the engine did not come back within {limit:g} s: {self.engine.reason}")
-        late = [one for one in self._queue if one.deadline is not None and one.deadline < now]
-        for generation in late:
+            self._fail_all("engine_down", f"the engine did not come back within {limit:g} s: {self.engine.reason}")
+        for generation in [one for one in self._front if one.deadline is not None and one.deadline < now]:
+            self._fail(self._from_front(generation), _waited_too_long())
+        for generation in [one for one in self._queue if one.deadline is not None and one.deadline < now]:
             self._queue.remove(generation)
-            self.counters.failed += 1
-            generation.fail(StrataError("queue_timeout", "the request waited too long for its turn", retry_after=10))
-        if not self._queue:
-            self._waiting.clear()
+            self._fail(generation, _waited_too_long())
+        for leg in self._legs():
+            leg.sample(now)
+        self._ask_about_silence(now)
+        self._pump()
+
+    def _ask_about_silence(self, now: float) -> None:
+        """A slot that is silent beside others that talk may be waiting for room, or be forgotten."""
+        limit = self._settings.number("stall_limit_s")
+        if limit <= 0:
+            return
+        silent = [leg for leg in self._legs() if now - leg.heard > max(limit, leg.allowance)]
+        if any(leg.asked is None for leg in silent) and self.engine.ask():  # that an answer comes is the supervisor's
+            for leg in silent:
+                leg.asked = (leg.position, leg.tokens)
+
+    def _heed_stat(self, stat: Mapping[str, Any]) -> None:
+        """Does the engine agree about who is busy?"""
+        rows = stat.get("slots")
+        for row in rows if isinstance(rows, list) else ():
+            slot = row.get("slot") if isinstance(row, dict) else None
+            if isinstance(slot, int) and 0 <= slot < len(self._lanes):
+                self._compare(self._lanes[slot], row)
+
+    def _compare(self, lane: Lane, row: Mapping[str, Any]) -> None:
+        leg = lane.leg
+        if leg is None:
+            if row.get("held_tokens") == 0:
+                lane.held = ()  # the engine needed the room
+            return
+        if leg.asked is None:
+            return
+        stuck = row.get("state") == "decoding" and not row.get("parked")
+        if row.get("state") == "idle" or (stuck and leg.asked == (leg.position, leg.tokens)):
+            self._break(f"slot {lane.slot} has fallen silent: {row.get('state')}")
+        else:
+            leg.heard, leg.asked = self._effects.now(), None
 
     # -- stopping
 
     async def drain(self, limit_s: float) -> bool:
-        """Take nothing more, refuse what waits, give what runs so long. Returns whether it ended by itself.
+        """Begin nothing more, refuse what waits, give what began so long. Returns whether it ended by itself.
 
-        What is cut off ends with `draining`; its lane is left to the engine's end.
+        What is cut off ends with `draining`; its slots are left to the engine's end.
         """
         self.draining = True
         self._fail_queue("draining", "the server is stopping")
+        self._note_work()
         if limit_s > 0 and await self._effects.wait(self._idle, limit_s):
             return True
         return not self.cut()
 
     def cut(self) -> bool:
-        """End the running request for its client now. Returns whether there was one."""
-        generation = self._lane.current
-        if generation is None:
-            return False
-        self.counters.failed += not generation.ended
-        generation.fail(StrataError("draining", "the server is stopping; the answer was cut off", retry_after=10))
-        self._stop()
-        return True
+        """End what began for its clients now. Returns whether there was any."""
+        cut = [leg.generation for leg in self._legs() if not leg.generation.ended] + self._front
+        self._front = []
+        for generation in cut:
+            text = "the server is stopping; the answer was cut off"
+            self._fail(generation, StrataError("draining", text, retry_after=10))
+            self._stop(generation)
+        self._note_work()
+        return bool(cut)
+
+
+def slots_of(facts: EngineFacts) -> int:
+    """Slots that the engine runs; one where it does not say."""
+    text = facts.info.get("batch_slots", "")
+    return max(1, int(text)) if text.isascii() and text.isdecimal() else 1
+
+
+def _suspect(generation: ScheduledGeneration) -> bool:
+    return generation.deaths >= SUSPECT_DEATHS
+
+
+def _finish_of(leg: Leg, answer: SlotDone, stopped: bool) -> FinishReason | None:
+    """Why the request is over; None: only this leg is."""
+    if answer.finish == "stop":
+        return "stop"
+    if answer.finish == "cancel":
+        return "cancel" if stopped else None
+    whole = leg.generation.record.remaining > 0 and leg.tokens >= leg.budget
+    return None if whole else "length"
+
+
+def _waited_too_long() -> StrataError:
+    return StrataError("queue_timeout", "the request waited too long for its turn", retry_after=10)

@@ -11,6 +11,8 @@ It is made from what the daemon knows already, so it can be had while the engine
 | engine | pid, state, load_percent, restarts, last_exit, info, stat, stderr (last lines), silent_s |
 | engine.last_exit | reason, code, signal, at (seconds since 1970), stderr |
 | requests | running, queued, submitted, started, finished, cancelled, failed, refused (since the daemon started) |
+| concurrency | serving: slots that the engine runs; requested: the setting `parallel` |
+| slots | one row a slot: slot, state (`idle`, `reading`, `decoding`), held_tokens, or how far its request is |
 | rates | decode_tok_s, prompt_tok_s of the last request, in engine time |
 | listeners | HTTP addresses that are served |
 | settings | values that are not the default |
@@ -43,8 +45,10 @@ def snapshot(
         "state_detail": state_detail(supervisor, scheduler),
         "model": _model(settings, supervisor),
         "engine": _engine(supervisor),
-        "requests": {"running": scheduler.running, "queued": scheduler.queued, **asdict(scheduler.counters)},
-        "rates": asdict(scheduler.rates),
+        "requests": {"running": scheduler.running, "queued": scheduler.queued, **asdict(scheduler.tally.requests)},
+        "concurrency": {"serving": scheduler.serving, "requested": settings.integer("parallel")},
+        "slots": scheduler.slots(),
+        "rates": asdict(scheduler.tally.rates),
         "listeners": list(listeners),
         "settings": settings.summary(),
     }

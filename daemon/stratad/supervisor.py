@@ -11,15 +11,15 @@ An exit code of 2 (usage) or 78 (bad model or configuration) would come again at
 started again by itself: the daemon stays up and says so (`failed`), and a reload of the configuration tries again.
 Only when the very first start fails so, `permanent_at_start` is set and the daemon itself ends with 78.
 
-Every wait has a limit: loading (`ready_timeout_s`), a running request (`stall_limit_s` of silence, longer while a
-long prompt is read), the end of a stopped request, an idle engine (asked for STAT, must answer), stopping
-(`stop_timeout_s`, then SIGKILL). Everything runs on the event loop; effects are injected.
+Every wait has a limit: loading (`ready_timeout_s`), running requests (`stall_limit_s` of silence, longer while a long
+prompt is read), the end of a stopped request, the answer to STAT (an idle engine is asked now and then), stopping
+(`stop_timeout_s`, then SIGKILL). An engine that served is started again at once the first time: requests wait for it.
+Everything runs on the event loop; effects are injected.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import logging
 import signal
@@ -57,6 +57,7 @@ KILL_WAIT_S = 10.0  # a killed process that does not end by then hangs in the ke
 PERMANENT_EXITS = frozenset({2, 78})
 PERMANENT_ERRNOS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ELOOP})
 UNKNOWN_LINES_LOGGED = 5
+STAT_FRESH_S = 1.0
 
 
 class EngineState(StrEnum):
@@ -79,7 +80,7 @@ class EngineWatcher(Protocol):
         ...
 
     def engine_answers(self, answers: list[Answer]) -> None:
-        """Lines of a running request, in order, as many as had arrived."""
+        """Lines of running requests and answers to STAT, in order, as many as had arrived."""
         ...
 
     def engine_down(self, reason: str, permanent: bool) -> None:
@@ -98,6 +99,7 @@ class _Life:
     child: Child | None = None
     info: dict[str, str] = field(default_factory=dict)
     stat: Mapping[str, Any] = field(default_factory=dict)
+    stat_at: float = 0.0
     error: Err | None = None
     ready_at: float | None = None
     exit_code: int | None = None
@@ -113,10 +115,14 @@ class _Watch:
     """What the monitor looks at: when something was heard last, and what must happen by when."""
 
     heard_at: float = 0.0
-    busy: bool = False
-    allowance: float = 0.0  # silence allowed now, seconds; only while busy
+    silence: float | None = None  # allowed now, seconds (0: any); None: the engine is idle
     end_by: float | None = None  # a stopped request must have ended by then
     asked_at: float | None = None  # a STAT question is open
+
+    @property
+    def busy(self) -> bool:
+        """Whether requests run."""
+        return self.silence is not None
 
 
 def exit_text(code: int) -> str:
@@ -171,7 +177,7 @@ class Supervisor:
 
     @property
     def engine_stat(self) -> Mapping[str, Any]:
-        """The engine's last STAT answer (it is asked while idle)."""
+        """The engine's last STAT answer (it is asked while idle, and when somebody looks)."""
         return self._life.stat
 
     @property
@@ -192,22 +198,27 @@ class Supervisor:
         if self._life.child is not None:
             self._life.child.write(line)
 
-    def begin(self, allowance: float) -> None:
-        """A request was sent: from now on silence longer than `allowance` seconds (0: any) means a stall."""
-        self._watch = _Watch(heard_at=self._effects.now(), busy=True, allowance=allowance)
+    def expect(self, silence: float | None, end_by: float | None = None) -> None:
+        """What the engine owes now: a sign of life every `silence` seconds (0: never), the end of something stopped.
 
-    def allow(self, allowance: float) -> None:
-        """Change the silence that the running request may keep."""
-        self._watch.allowance = allowance
+        None: nothing, no request runs.
+        """
+        if silence is None or not self._watch.busy:  # an idle engine has nothing to say
+            self._watch.heard_at = self._effects.now()
+        self._watch.silence, self._watch.end_by = silence, end_by
 
-    def expect_end(self, seconds: float) -> None:
-        """The running request was stopped and must end within so many seconds (0: no limit)."""
-        if seconds > 0 and self._watch.end_by is None:
-            self._watch.end_by = self._effects.now() + seconds
+    def ask(self) -> bool:
+        """Have the engine answer STAT. Returns False, and does nothing, while an answer is awaited already."""
+        if self._watch.asked_at is not None or self.state is not EngineState.READY:
+            return False
+        self._watch.asked_at = self._effects.now()
+        self.send(format_line(Stat()))
+        return True
 
-    def end(self) -> None:
-        """The request ended; the engine is idle."""
-        self._watch = _Watch(heard_at=self._effects.now())
+    def refresh_stat(self) -> None:
+        """See to it that `engine_stat` is soon no older than `STAT_FRESH_S`."""
+        if self._effects.now() - self._life.stat_at > STAT_FRESH_S:
+            self.ask()
 
     def kill(self, reason: str) -> None:
         """End an engine that cannot be trusted any more; it is started again."""
@@ -233,9 +244,10 @@ class Supervisor:
         self._set_state(EngineState.STOPPED)
 
     async def _pause(self, permanent: bool) -> None:
-        delay = 0.0 if permanent else backoff(self._failures)
+        at_once = permanent or (self._failures == 1 and self._life.ready_at is not None)  # requests wait for it
+        delay = 0.0 if at_once else backoff(self._failures)
         if not permanent:
-            _logger.warning("starting the engine again in %.2g s", delay)
+            _logger.warning("starting the engine again%s", f" in {delay:.2g} s" if delay else "")
         waits = (asyncio.ensure_future(self._stopping.wait()), asyncio.ensure_future(self._retry.wait()))
         timer = () if permanent else (asyncio.ensure_future(self._effects.sleep(delay)),)
         try:
@@ -269,8 +281,7 @@ class Supervisor:
             await life.exited.wait()
         finally:
             monitor.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await monitor
+            await asyncio.wait([monitor])  # awaiting the monitor itself could mistake our cancellation for its own
         return life.permanent
 
     async def _until_ready(self, life: _Life) -> bool:
@@ -355,6 +366,7 @@ class Supervisor:
             now = self._effects.now()
             if now - before > 2 * step + 1:  # the daemon itself was held up; nobody could have been heard
                 self._watch.heard_at = now
+                self._watch.asked_at = None if self._watch.asked_at is None else now
             elif not life.exited.is_set():
                 self._check(now, limit)
 
@@ -363,22 +375,20 @@ class Supervisor:
         silent = now - watch.heard_at
         if watch.end_by is not None and now > watch.end_by:
             self.kill("a stopped request did not end in time")
-        elif watch.busy and 0 < watch.allowance < silent:
+        elif watch.silence is not None and 0 < watch.silence < silent:
             self.kill(f"silent for {silent:.3g} s with a request running")
-        elif watch.busy or limit <= 0:
+        elif limit <= 0:
             return
-        elif watch.asked_at is not None and now - watch.asked_at > limit:
+        elif watch.asked_at is not None and now - watch.asked_at > max(limit, watch.silence or 0.0):
             self.kill(f"no answer to STAT for {now - watch.asked_at:.3g} s")
-        elif watch.asked_at is None and silent > limit / 3:
-            watch.asked_at = now
-            self.send(format_line(Stat()))
+        elif not watch.busy and silent > limit / 3:
+            self.ask()
 
     # -- what the engine says
 
     def heard(self, life: _Life, lines: list[bytes]) -> None:
         """Lines of the engine of this life, as they come from the pipe."""
         self._watch.heard_at = self._effects.now()
-        self._watch.asked_at = None
         if life.kill_reason:
             return  # a killed engine's last words belong to nobody
         answers = [parse_answer(line) for line in lines]
@@ -396,13 +406,14 @@ class Supervisor:
             self.kill(f"it sent a line that cannot be: {text}")
         elif kind is Unknown:
             self._note_unknown(life, answer)
-        elif isinstance(answer, StatLine):
-            life.stat = answer.values
         elif isinstance(answer, Info):
             life.info.update(answer.values)
         else:
             if isinstance(answer, Err) and answer.name == "internal":
                 life.error = answer  # the engine ends after it; other names refuse a request and no more
+            elif isinstance(answer, StatLine):
+                life.stat, life.stat_at = answer.values, self._effects.now()
+                self._watch.asked_at = None
             return False
         return True
 

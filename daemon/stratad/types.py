@@ -39,6 +39,8 @@ class GenRequest:
     max_new: int
     sampling: Sampling
     client: str = ""  # who asks, for fairness and logs; never prompt text
+    end_ids: frozenset[int] = frozenset()  # tokens that end an answer, so that it can be ended without the engine
+    tune: Mapping[str, float] = field(default_factory=dict)  # `spec_*` keys for this request; they change speed only
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,11 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """Last event of a generation. `finish` is the engine's word; milliseconds are engine time."""
+    """Last event of a generation. `finish` is the engine's word; milliseconds are engine time.
+
+    The figures are about the client's request, whatever happened to it meanwhile: `reused` counts the prompt tokens
+    that were held when it first began, and a prompt that was read again is counted once.
+    """
 
     finish: FinishReason
     generated: int
@@ -69,6 +75,8 @@ class Done:
     reused: int
     prompt_ms: float
     decode_ms: float
+    drafts_offered: int = 0
+    drafts_accepted: int = 0
 
 
 Event = Progress | Token | Done
@@ -106,4 +114,12 @@ class Service(Protocol):
 
     def status(self) -> dict[str, object]:
         """A snapshot for `stratactl status --json` and `GET /v1/status`; never waits for the engine."""
+        ...
+
+    def metrics(self) -> dict[str, object]:
+        """Everything that `GET /metrics` shows as JSON; never waits for the engine."""
+        ...
+
+    def metrics_text(self) -> str:
+        """The same figures in Prometheus' text format 0.0.4."""
         ...

@@ -136,10 +136,10 @@ def test_files_that_are_not_there_are_configuration_errors(
 
 def test_notes_do_not_fail_the_check(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / "strata-m.json"
-    path.write_text('{"parallel": 4}')
+    path.write_text('{"lazy_load": true}')
     code, out, err = outcome(capsys, "--check-config", "--config", str(path))
     assert (code, out) == (0, "configuration ok\n")
-    assert re.search(r"note: .*strata-m.json:1: parallel has no effect", err)
+    assert re.search(r"note: .*strata-m.json:1: lazy_load has no effect", err)
 
 
 def test_help_is_quick_and_needs_little() -> None:

@@ -142,7 +142,8 @@ def test_the_keys_of_an_earlier_installation(tmp_path: Path, write: Callable[[st
             "env": {"STRATA_TRACE": "1"},
             "sampling": {"temperature": 0.6, "repeat_penalty": 1.1},
             "engine_silence_s": 300,
-            "parallel": 4,
+            "parallel": 6,
+            "idle_unload_s": 600,
             "queue_limit": 8,
         },
     )  # fmt: skip
@@ -156,10 +157,10 @@ def test_the_keys_of_an_earlier_installation(tmp_path: Path, write: Callable[[st
     assert (values["stall_limit_s"], values["queue_limit"]) == (300.0, 8)
     assert values.effective("temperature").source == "model-file"
     assert [note.message for note in loaded.notes] == [
-        "--spec in args has no effect",
         "--batch-mtp in args has no effect",
-        "parallel has no effect: requests run one after another",
+        "idle_unload_s has no effect: the model stays loaded",
     ]
+    assert (values["parallel"], values["spec"]) == (6, 4)
 
 
 def test_what_is_wrong_in_it_is_named_with_its_line(tmp_path: Path, write: Callable[[str, object], Path]) -> None:

@@ -26,9 +26,19 @@ from stratad.engine_protocol import (
     Malformed,
     PromptProgress,
     Ready,
+    SlotAdmitted,
+    SlotDone,
+    SlotErr,
+    SlotGen,
+    SlotProgress,
+    SlotResume,
+    SlotStop,
+    SlotToken,
+    SlotYield,
     Stop,
     TokenLine,
     Unknown,
+    Yielded,
     format_line,
     parse_answer,
     parse_request,
@@ -114,6 +124,19 @@ def test_any_text_after_a_known_word_is_read_as_something(word: str, text: str) 
         (b"DONE 3 7 1.5 2.5 stop", DoneLine(3, 7, 1.5, 2.5, "stop")),
         (b"DONE 3 7 1.5 2.5 length 0 0 5 1 2 3 4 0.5 2 0 9 9", DoneLine(3, 7, 1.5, 2.5, "length", reused=5, hits=1,
          lookups=2, ram_blobs=3, file_blobs=4, file_mb=0.5, prompt_tokens_read=2)),
+        (b"BRESUME 3 17", SlotResume(3, 17)),
+        (b"BPP 1 64 128 12.5 800 later", SlotProgress(1, 64, 128, 12.5, 800.0)),
+        (b"BADM 2 1", SlotAdmitted(2, 1)),
+        (b"BT 2 5", SlotToken(2, 5)),
+        (b"BT 63 199999 lp=-0.25 top=5:-0.25,9:-3", SlotToken(63, 199999, -0.25, ((5, -0.25), (9, -3.0)))),
+        (b"BDONE 2 40 stop 900.5", SlotDone(2, 40, "stop", 900.5)),
+        (b"BDONE 2 40 length 900.5 30 33 200 150 100.5 800 50 later",
+         SlotDone(2, 40, "length", 900.5, 30, 33, 200, 150, 100.5, 800.0, 50)),
+        (b"BERR 1 context_full prompt (9 tokens) is long", SlotErr(1, "context_full", "prompt (9 tokens) is long")),
+        (b"YIELDED 1 512", Yielded(1, 512)),
+        (b"BT 2", Malformed("BT 2", "BT: id cannot be read from ''")),
+        (b"BT x 5", Malformed("BT x 5", "BT: slot cannot be read from 'x'")),
+        (b"BT 2 5x", Malformed("BT 2 5x", "BT: id cannot be read from '5x'")),
         (b"WHAT 1 2", Unknown("WHAT 1 2")),
         (b"", Unknown("")),
         (b"T", Malformed("T", "T: id cannot be read from ''")),
@@ -131,6 +154,9 @@ def test_a_request_has_its_keys_before_the_ids() -> None:
     assert line == b"GEN 5 seed=-3 temperature=0.5 logit_bias=4:-100.0 1,2,3\n"
     assert format_line(Stop()) == b"STOP\n"
     assert parse_request(b"GEN 5 later=1 1,2") == Gen(5, (1, 2))
+    assert parse_request(b"BGEN 3 5 spec_min_p=0.5 1,2") == SlotGen(3, 5, (1, 2), {"spec_min_p": 0.5})
+    assert format_line(SlotGen(3, 5, (1, 2), {"out_from": 1})) == b"BGEN 3 5 out_from=1 1,2\n"
+    assert (format_line(SlotStop(3)), format_line(SlotYield(3))) == (b"BSTOP 3\n", b"BYIELD 3\n")
     assert isinstance(parse_request(b"GEN 5 seed=1"), Malformed)
 
 
@@ -151,7 +177,8 @@ def test_keys_are_sent_only_where_they_differ_from_the_engines_defaults() -> Non
         "seed": 0, "choice": 2, "penalty_freq": 0.5, "penalty_last_n": 64, "logprobs": 0,
     }  # fmt: skip
     everything = Sampling(0.5, 3, 0.9, 0.1, 1.1, 0.2, 0.3, 8, 1, 2, {1: 1.0}, 3)
-    assert set(sampling_keys(everything)) == set(GEN_KEYS) - {"ckpt", "pin", "out_from"}
+    others = {"ckpt", "pin", "out_from", "spec_min_p", "spec_p_cum", "spec_p_cum_deep"}
+    assert set(sampling_keys(everything)) == set(GEN_KEYS) - others
 
 
 def test_the_table_covers_every_message() -> None:

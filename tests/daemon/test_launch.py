@@ -25,15 +25,22 @@ def places(tmp_path: Path) -> dict[str, object]:
 
 
 def test_defaults_are_left_to_the_engine(places: dict[str, object]) -> None:
-    assert list(engine_command(limits(**places), {}).argv) == [places["engine"], "--model", places["model"]]
+    argv = [places["engine"], "--model", places["model"], "--parallel", "4"]  # the engine by itself has one slot
+    assert list(engine_command(limits(**places), {}).argv) == argv
+    assert list(engine_command(limits(parallel=1, **places), {}).argv) == argv[:3]
 
 
 def test_what_is_set_is_passed_on_and_the_words_of_the_user_come_last(places: dict[str, object]) -> None:
-    values = {"max_context": 8192, "threads": 2, "isa": "avx2", "allow_untrained_context": True}
+    values = {
+        "max_context": 8192, "threads": 2, "isa": "avx2", "allow_untrained_context": True, "parallel": 8, "spec": 0,
+        "decode_share": 0.25, "prompt_cache_mib": 64,
+    }  # fmt: skip
     settings = limits(engine_args=["--chunk", "9"], engine_env={"A": 1}, **values, **places)
     command = engine_command(settings, {"HOME": "/h", "STRATA_ISA": "scalar", **dict.fromkeys(PRIVATE_VARIABLES, "x")})
-    assert list(command.argv[3:]) == ["--max-context", "8192", "--threads", "2", "--isa", "avx2",
-                                      "--allow-untrained-context", "--chunk", "9"]  # fmt: skip
+    assert list(command.argv[3:]) == [
+        "--max-context", "8192", "--threads", "2", "--isa", "avx2", "--parallel", "8", "--spec", "0",
+        "--decode-share", "0.25", "--prompt-cache-mib", "64", "--allow-untrained-context", "--chunk", "9",
+    ]  # fmt: skip
     assert command.env == {"HOME": "/h", "A": "1"}
 
 

@@ -10,17 +10,31 @@ from pathlib import Path
 
 import pytest
 from stratad.child import Command, real_effects
-from stratad.engine_protocol import Answer, DoneLine, Err, PromptProgress, Resume, Reused, TokenLine
+from stratad.engine_protocol import (
+    Answer,
+    Err,
+    SlotAdmitted,
+    SlotDone,
+    SlotErr,
+    SlotProgress,
+    SlotResume,
+    SlotToken,
+    StatLine,
+    TokenLine,
+    Yielded,
+)
 from stratad.errors import KINDS, StrataError
-from stratad.scheduler import ENGINE_REFUSALS, ScheduledGeneration, Scheduler, chunk_allowance, silence_allowance
+from stratad.generation import ScheduledGeneration
+from stratad.lanes import chunk_allowance, silence_allowance
+from stratad.scheduler import ENGINE_REFUSALS, OUT_OF_STEP, PROBATION, Scheduler
 from stratad.settings import BY_NAME, Effective, Settings
 from stratad.supervisor import EngineState, Supervisor
-from stratad.types import Done, EngineFacts, Event, GenRequest, Progress, Sampling, Token
+from stratad.types import Done, Event, GenRequest, Progress, Sampling, Token
 
+from tests.daemon.slot_engine import PaperEngine, facts
 from tests.daemon.virtual import VirtualTime, World, settle
 
 FAKE = [sys.executable, str(Path(__file__).parents[1] / "fake_engine" / "__main__.py")]
-FACTS = EngineFacts(4096, {})
 
 
 def limits(**values: float) -> Settings:
@@ -31,68 +45,48 @@ def ask(first: int = 1, max_new: int = 3, client: str = "") -> GenRequest:
     return GenRequest((first, first + 1), max_new, Sampling(temperature=0, seed=7), client)
 
 
-class PaperEngine:
-    """The supervisor's part, played by the test."""
-
-    def __init__(self) -> None:
-        self.state = EngineState.READY
-        self.facts: EngineFacts | None = FACTS
-        self.reason = ""
-        self.failures = 0
-        self.sent: list[str] = []
-        self.allowances: list[float] = []
-        self.killed = ""
-        self.end_within: float | None = None
-
-    def send(self, line: bytes) -> None:
-        self.sent.append(line.decode().strip())
-
-    def begin(self, allowance: float) -> None:
-        self.allowances = [allowance]
-        self.end_within = None
-
-    def allow(self, allowance: float) -> None:
-        self.allowances.append(allowance)
-
-    def expect_end(self, seconds: float) -> None:
-        self.end_within = seconds
-
-    def end(self) -> None:
-        self.allowances.append(-1)
-
-    def kill(self, reason: str) -> None:
-        self.killed = reason
-
-
 class Case:
     """A scheduler between a test and a paper engine."""
 
-    def __init__(self, **values: float) -> None:
+    def __init__(self, slots: int = 1, **values: float) -> None:
         self.time = VirtualTime()
-        self.engine = PaperEngine()
+        self.engine = PaperEngine(slots)
         effects = World().effects()
         self.scheduler = Scheduler(limits(**values), type(effects)(effects.spawn, self.time.now, self.time.sleep))
         self.scheduler.attach(self.engine)
+        self.up()
 
     def say(self, *answers: Answer) -> None:
         self.scheduler.engine_answers(list(answers))
 
-    def done(self, finish: str = "length", generated: int = 3) -> None:
-        self.say(DoneLine(generated, 2, 10.0, 20.0, finish, prompt_tokens_read=2))
+    def tokens(self, *tokens: int, slot: int = 0) -> None:
+        """The request in the slot is admitted, if that is new, and says so many tokens."""
+        leg = self.scheduler.lanes[slot].leg
+        if leg is not None and not leg.resumed:
+            self.say(SlotResume(slot, 0), SlotAdmitted(slot, 1))
+        self.say(*(SlotToken(slot, token) for token in tokens))
+
+    def done(self, finish: str = "length", slot: int = 0) -> None:
+        leg = self.scheduler.lanes[slot].leg
+        assert leg is not None
+        self.say(SlotDone(slot, leg.tokens, finish, 30.0, 1, 2, len(leg.ids), 0, 10.0, 20.0, len(leg.ids)))
 
     def down(self, reason: str = "the engine ended: exit code 1", permanent: bool = False) -> None:
         self.engine.state = EngineState.FAILED if permanent else EngineState.RESTARTING
         self.engine.reason = reason
         self.scheduler.engine_down(reason, permanent)
 
-    def up(self) -> None:
+    def up(self, slots: int | None = None) -> None:
         self.engine.state = EngineState.READY
-        self.scheduler.engine_ready(FACTS)
+        if slots is not None:
+            self.engine.facts = facts(slots)
+        assert self.engine.facts is not None
+        self.scheduler.engine_ready(self.engine.facts)
 
 
 @asynccontextmanager
-async def running(**values: float) -> AsyncIterator[Case]:
-    case = Case(**values)
+async def running(slots: int = 1, **values: float) -> AsyncIterator[Case]:
+    case = Case(slots, **values)
     task = asyncio.create_task(case.scheduler.run())
     yield case
     task.cancel()
@@ -120,16 +114,22 @@ def ids(events: list[Event]) -> list[int]:
 async def test_an_answer_from_its_request_to_its_end() -> None:
     async with running() as case:
         generation = case.scheduler.submit(ask())
-        assert case.engine.sent == ["GEN 3 seed=7 1,2"]
-        case.say(Resume(1), PromptProgress(2, 2, 1.0, 50.0), Reused(1), TokenLine(5), TokenLine(6, -0.5, ((6, -0.5),)))
-        case.say(TokenLine(7), DoneLine(3, 2, 10.0, 20.0, "length", reused=1, prompt_tokens_read=1))
+        assert case.engine.sent == ["BGEN 0 3 seed=7 1,2"]
+        case.say(SlotResume(0, 1), SlotProgress(0, 2, 2, 1.0, 50.0), SlotAdmitted(0, 1))
+        case.say(SlotToken(0, 5), SlotToken(0, 6, -0.5, ((6, -0.5),)), SlotToken(0, 7))
+        case.say(SlotDone(0, 3, "length", 30.0, 1, 2, 2, 1, 10.0, 20.0, 1))
         assert await collect(generation) == [
-            Progress(2, 2, 1), Token(5), Token(6, -0.5, ((6, -0.5),)), Token(7), Done("length", 3, 2, 1, 10.0, 20.0),
+            Progress(2, 2, 1), Token(5), Token(6, -0.5, ((6, -0.5),)), Token(7),
+            Done("length", 3, 2, 1, 10.0, 20.0, 2, 1),
         ]  # fmt: skip
-        counters = case.scheduler.counters
+        tally = case.scheduler.tally
+        counters = tally.requests
         assert (counters.submitted, counters.started, counters.finished, counters.failed) == (1, 1, 1, 0)
-        assert case.scheduler.rates.decode_tok_s == 150.0
-        assert case.engine.allowances[-1] == -1
+        assert tally.rates.decode_tok_s == 100.0  # the first token belongs to the reading
+        assert (tally.prompt_tokens, tally.reused_tokens, tally.read_tokens, tally.output_tokens) == (2, 1, 1, 3)
+        assert (tally.drafts[0].offered, tally.drafts[0].accepted) == (2, 1)
+        assert tally.records[0]["finish"] == "length" and tally.records[0]["drafts_accepted"] == 1
+        assert case.engine.expected[-1] == (None, None)
 
 
 async def test_events_come_as_they_happen() -> None:
@@ -138,7 +138,7 @@ async def test_events_come_as_they_happen() -> None:
         reader = asyncio.create_task(anext(generation))
         await settle()
         assert not reader.done()
-        case.say(TokenLine(5))
+        case.tokens(5)
         await settle()
         assert reader.result() == Token(5)
 
@@ -146,31 +146,36 @@ async def test_events_come_as_they_happen() -> None:
 async def test_a_slow_reader_gets_the_newest_progress_and_every_token() -> None:
     async with running() as case:
         generation = case.scheduler.submit(ask(max_new=2))
-        case.say(*(PromptProgress(position, 900, 1.0, 100.0) for position in range(100, 1000, 100)))
-        case.say(TokenLine(1), TokenLine(2))
-        case.done(generated=2)
+        case.say(SlotResume(0, 0), *(SlotProgress(0, position, 2, 1.0, 100.0) for position in (1, 2)))
+        case.tokens(1, 2)
+        case.done()
         events = await collect(generation)
-        assert events[0] == Progress(900, 900, 0) and ids(events) == [1, 2] and len(events) == 4
+        assert events[0] == Progress(2, 2, 0) and ids(events) == [1, 2] and len(events) == 4
 
 
-async def test_requests_run_one_after_another() -> None:
-    async with running() as case:
-        first, second = case.scheduler.submit(ask(1)), case.scheduler.submit(ask(10))
-        assert len(case.engine.sent) == 1 and (case.scheduler.running, case.scheduler.queued) == (1, 1)
-        case.say(TokenLine(5))
+async def test_as_many_run_as_there_are_slots_and_each_gets_its_own_tokens() -> None:
+    async with running(slots=2) as case:
+        generations = [case.scheduler.submit(ask(number)) for number in (1, 10, 20)]
+        assert case.engine.sent == ["BGEN 0 3 seed=7 1,2", "BGEN 1 3 seed=7 10,11"]
+        assert (case.scheduler.running, case.scheduler.queued, case.scheduler.serving) == (2, 1, 2)
+        case.tokens(6, slot=1)
+        case.tokens(5)
+        case.done(slot=1)
+        assert case.engine.sent[2] == "BGEN 1 3 seed=7 20,21"
+        case.tokens(7, slot=1)
+        case.done(slot=1)
         case.done()
-        assert case.engine.sent[1] == "GEN 3 seed=7 10,11"
-        case.say(TokenLine(6))
-        case.done()
-        assert ids(await collect(first)) == [5] and ids(await collect(second)) == [6]
+        assert [ids(await collect(generation)) for generation in generations] == [[5], [6], [7]]
         assert (case.scheduler.running, case.scheduler.queued) == (0, 0)
 
 
 async def test_several_ends_in_one_batch_of_lines() -> None:
     async with running() as case:
         generations = [case.scheduler.submit(ask(number)) for number in (1, 10, 20)]
-        end = DoneLine(1, 2, 1.0, 1.0, "stop")
-        case.say(TokenLine(5), end, TokenLine(6), end, TokenLine(7), end)
+        lines: list[Answer] = []
+        for token in (5, 6, 7):
+            lines += [SlotResume(0, 0), SlotToken(0, token), SlotDone(0, 1, "stop", 1.0)]
+        case.say(*lines)
         assert [ids(await collect(generation)) for generation in generations] == [[5], [6], [7]]
 
 
@@ -188,20 +193,73 @@ async def test_a_number_that_cannot_be_sent_fails_its_request_and_no_other() -> 
         bad = case.scheduler.submit(GenRequest((1,), 1, Sampling(temperature=float("inf"))))
         good = case.scheduler.submit(ask())
         assert (await failure(bad)).name == "invalid_value"
+        case.say(SlotResume(0, 0))
         case.done()
         assert len(await collect(good)) == 1
 
 
-@pytest.mark.parametrize("name", [*ENGINE_REFUSALS, "busy", "what"])
+async def test_what_is_tuned_for_a_request_goes_with_it() -> None:
+    async with running() as case:
+        case.scheduler.submit(GenRequest((1,), 1, Sampling(0.0), tune={"spec_min_p": 0.25, "spec_p_cum": 1.0}))
+        assert case.engine.sent == ["BGEN 0 1 seed=0 spec_min_p=0.25 spec_p_cum=1.0 1"]
+
+
+@pytest.mark.parametrize("name", [*ENGINE_REFUSALS, "what"])
 async def test_a_refusal_by_the_engine(name: str) -> None:
     async with running() as case:
         refused, other = case.scheduler.submit(ask()), case.scheduler.submit(ask(10))
-        case.say(Err(name, "because"))
+        case.say(SlotErr(0, name, "because"))
         error = await failure(refused)
         assert error.name == ENGINE_REFUSALS.get(name, "internal") and "because" in error.message
-        assert len(case.engine.sent) == (1 if name == "internal" else 2)
-        assert case.scheduler.counters.failed == 1
+        assert len(case.engine.sent) == 2 and case.scheduler.tally.requests.failed == 1
         await other.cancel()
+
+
+# -- slots
+
+
+def row(prompt: tuple[int, ...], max_new: int = 1) -> GenRequest:
+    return GenRequest(prompt, max_new, Sampling(0.0))
+
+
+async def test_a_conversation_goes_back_to_the_slot_that_holds_it() -> None:
+    async with running(slots=3) as case:
+        for slot, prompt in enumerate([(1, 2, 3), (1, 2, 3, 4), (9, 9)]):
+            case.scheduler.submit(row(prompt))
+            case.tokens(50 + slot, slot=slot)
+        for slot in (2, 0, 1):  # the order in which they will be the least recently used
+            case.time.jump(1)
+            case.done(slot=slot)
+        assert [len(lane.held) for lane in case.scheduler.lanes] == [3, 4, 2]  # all but the last token
+        for prompt, slot in (((1, 2, 3, 4, 7), 1), ((1, 2, 3, 7), 0), ((5, 5), 2)):
+            case.scheduler.submit(row(prompt))
+            assert case.engine.sent[-1].startswith(f"BGEN {slot} ")
+
+
+async def test_an_empty_slot_is_taken_before_one_that_holds_something_else() -> None:
+    async with running(slots=2) as case:
+        case.scheduler.submit(row((1, 2)))
+        case.tokens(5)
+        case.done()
+        case.scheduler.submit(row((7, 8)))
+        assert case.engine.sent[-1].startswith("BGEN 1 ")
+        case.say(StatLine({"slots": [{"slot": 0, "state": "idle", "held_tokens": 0}]}))  # the engine needed the room
+        assert case.scheduler.slots()[0] == {"slot": 0, "state": "idle", "held_tokens": 0}
+
+
+async def test_what_the_slots_do_is_told() -> None:
+    async with running(slots=3) as case:
+        case.scheduler.submit(GenRequest(tuple(range(1, 101)), 9, Sampling()))
+        case.scheduler.submit(ask(7, max_new=9))
+        case.say(SlotResume(0, 10), SlotProgress(0, 60, 100, 10.0, 500.0))
+        case.tokens(1, 2, slot=1)
+        await case.time.advance(2)
+        case.tokens(3, 4, 5, slot=1)
+        reading, decoding, idle = case.scheduler.slots()
+        assert reading == {"slot": 0, "state": "reading", "prompt_tokens": 100, "prompt_read": 60, "generated": 0,
+                           "elapsed_s": 2.0, "tok_s": None}  # fmt: skip
+        assert (decoding["state"], decoding["generated"], decoding["tok_s"]) == ("decoding", 5, 2.0)
+        assert idle == {"slot": 2, "state": "idle", "held_tokens": 0}
 
 
 # -- fairness and limits
@@ -211,22 +269,52 @@ async def test_clients_take_turns() -> None:
     async with running() as case:
         for number, client in enumerate(["a", "a", "a", "a", "b", "c", "b"]):
             case.scheduler.submit(ask(100 * number, client=client))
+        assert await order_of(case, 7) == [0, 1, 4, 5, 2, 6, 3]  # a | a b c a b a
+
+
+async def order_of(case: Case, count: int) -> list[int]:
+    order = []
+    for _ in range(count):
+        order.append(newest(case))
+        case.say(SlotResume(0, 0))
+        case.done()
+    return order
+
+
+def newest(case: Case) -> int:
+    """The first token of the newest request in the engine, in hundreds."""
+    line = next(line for line in reversed(case.engine.sent) if line.startswith("BGEN"))
+    return int(line.split()[-1].split(",")[0]) // 100
+
+
+async def test_short_prompts_overtake_long_ones_but_not_for_ever() -> None:
+    async with running(queue_limit=1000) as case:
+        case.scheduler.submit(ask(0))
+        case.scheduler.submit(GenRequest(tuple(range(100, 3100)), 3, Sampling(), "long"))
+        for number in range(2, 10):
+            case.scheduler.submit(GenRequest((number * 100,), 3, Sampling(), f"client {number}"))
+        case.say(SlotResume(0, 0))
+        case.done()
         order = []
-        for _ in range(7):
-            order.append(int(case.engine.sent[-1].split()[-1].split(",")[0]) // 100)
+        for number in range(40, 80):  # somebody else comes with every turn
+            order.append(newest(case))
+            case.time.jump(1)
+            case.scheduler.submit(GenRequest((number * 100,), 3, Sampling(), f"client {number}"))
+            case.say(SlotResume(0, 0))
             case.done()
-        assert order == [0, 1, 4, 5, 2, 6, 3]  # a | a b c a b a
+        assert order[:5] == [2, 3, 4, 5, 6] and 1 in order
 
 
-async def test_the_queue_has_a_bound_and_the_running_request_is_not_in_it() -> None:
-    async with running(queue_limit=2) as case:
-        for number in range(3):
+async def test_the_queue_has_a_bound_and_running_requests_are_not_in_it() -> None:
+    async with running(slots=2, queue_limit=2) as case:
+        for number in range(4):
             case.scheduler.submit(ask(number))
         with pytest.raises(StrataError) as caught:
             case.scheduler.submit(ask(9))
         assert caught.value.name == "queue_full" and caught.value.retry_after and caught.value.kind.status == 429
-        assert case.scheduler.counters.refused == 1
-        case.done()
+        assert case.scheduler.tally.requests.refused == 1
+        case.say(SlotResume(1, 0))
+        case.done(slot=1)
         case.scheduler.submit(ask(9))
 
 
@@ -248,6 +336,74 @@ async def test_nobody_waits_longer_than_the_limit() -> None:
         assert not later.ended and case.scheduler.queued == 1
 
 
+# -- giving way
+
+LONG = GenRequest(tuple(range(1, 2001)), 3, Sampling(0.0, seed=7))
+
+
+async def test_a_long_read_gives_way_to_a_short_prompt_and_goes_on_later() -> None:
+    async with running() as case:
+        long = case.scheduler.submit(LONG)
+        case.say(SlotResume(0, 0), SlotProgress(0, 512, 2000, 1.0, 500.0))
+        short = case.scheduler.submit(ask(5000, max_new=1))
+        waiting = case.scheduler.submit(ask(6000, max_new=1))
+        assert case.engine.sent[1:] == ["BYIELD 0"]
+        case.say(Yielded(0, 1024), SlotDone(0, 0, "cancel", 9.0, 0, 0, 2000, 0, 0.0, 0.0, 1024))
+        assert case.engine.sent[-1] == "BGEN 0 1 seed=7 5000,5001"  # the one it was for
+        case.tokens(1)
+        case.done()
+        assert case.engine.sent[-2].startswith("BGEN 0 3 seed=7 1,2,3,")  # then the one that gave way
+        assert case.engine.sent[-1] == "BYIELD 0"  # which does it twice at most
+        case.say(SlotResume(0, 1024))
+        case.say(Yielded(0, 1536), SlotDone(0, 0, "cancel", 9.0, 0, 0, 2000, 1024, 0.0, 0.0, 512))
+        case.tokens(2)
+        case.done()
+        case.scheduler.submit(ask(7000, max_new=1))
+        case.say(SlotResume(0, 0), SlotProgress(0, 512, 2000, 1.0, 500.0))
+        assert case.engine.sent[-1].startswith("BGEN 0 3")
+        case.tokens(1, 2, 3)
+        case.done()
+        done = (await collect(long))[-1]
+        assert isinstance(done, Done) and (done.generated, done.reused, done.prompt_tokens) == (3, 0, 2000)
+        assert ids(await collect(short)) == [1] and ids(await collect(waiting)) == [2]
+        assert case.scheduler.tally.yields == 2
+
+
+@pytest.mark.parametrize(
+    ("read", "waiting", "values"),
+    [(0, 1001, {}), (1600, 2, {}), (0, 2, {"prompt_cache_mib": 0})],
+    ids=["over half as long", "nearly read", "what was read would be lost"],
+)
+async def test_no_read_gives_way_where_it_does_not_pay(read: int, waiting: int, values: dict[str, float]) -> None:
+    async with running(**values) as case:
+        case.scheduler.submit(LONG)
+        case.say(SlotResume(0, 0), SlotProgress(0, read, 2000, 1.0, 500.0))
+        case.scheduler.submit(GenRequest(tuple(range(5000, 5000 + waiting)), 1, Sampling()))
+        await case.time.advance(2)
+        assert len(case.engine.sent) == 1
+
+
+async def test_a_read_that_was_over_before_it_could_give_way_just_goes_on() -> None:
+    async with running() as case:
+        case.scheduler.submit(LONG)
+        case.say(SlotResume(0, 0))
+        case.scheduler.submit(ask(5000))
+        assert case.engine.sent[-1] == "BYIELD 0"
+        case.tokens(1, 2, 3)
+        case.done()
+        assert case.engine.sent[-1] == "BGEN 0 3 seed=7 5000,5001"
+
+
+async def test_who_it_gave_way_to_has_left_meanwhile() -> None:
+    async with running() as case:
+        case.scheduler.submit(LONG)
+        case.say(SlotResume(0, 0))
+        short = case.scheduler.submit(ask(5000))
+        await short.cancel()
+        case.say(Yielded(0, 512), SlotDone(0, 0, "cancel", 9.0, 0, 0, 2000, 0, 0.0, 0.0, 512))
+        assert case.engine.sent[-1].startswith("BGEN 0 3 seed=7 1,2,3")
+
+
 # -- cancel
 
 
@@ -257,30 +413,47 @@ async def test_cancelled_in_the_queue_it_never_starts() -> None:
         await second.cancel()
         await second.cancel()
         assert await collect(second) == [Done("cancel", 0, 2, 0, 0.0, 0.0)]
+        case.say(SlotResume(0, 0))
         case.done()
-        assert case.engine.sent[1] == "GEN 3 seed=7 20,21"
-        counters = case.scheduler.counters
+        assert case.engine.sent[1] == "BGEN 0 3 seed=7 20,21"
+        counters = case.scheduler.tally.requests
         assert (counters.cancelled, counters.started) == (1, 2)
         del first, third
 
 
-async def test_cancelled_while_running_the_engine_is_stopped_once_and_the_next_waits_for_its_end() -> None:
-    async with running(stall_limit_s=40) as case:
-        first, second = case.scheduler.submit(ask(1)), case.scheduler.submit(ask(10))
-        case.say(TokenLine(5))
+async def test_cancelled_while_running_its_slot_is_stopped_once_and_the_next_waits_for_its_end() -> None:
+    async with running(slots=2, stall_limit_s=40) as case:
+        neighbour, first, second = (case.scheduler.submit(ask(number)) for number in (50, 1, 10))
+        case.tokens(9)
+        case.tokens(5, slot=1)
         await first.cancel()
         await first.cancel()
-        assert case.engine.sent[1:] == ["STOP"] and case.engine.end_within == 40
-        case.say(TokenLine(6))
-        assert case.scheduler.running == 1 and len(case.engine.sent) == 2
-        case.done("cancel", 2)
-        assert case.engine.sent[2] == "GEN 3 seed=7 10,11"
-        case.say(TokenLine(7))
-        case.done("stop", 1)
+        assert case.engine.sent[2:] == ["BSTOP 1"]
+        assert case.engine.expected[-1] == (40, case.time.now() + 40)
+        case.tokens(6, slot=1)
+        assert case.scheduler.running == 2 and len(case.engine.sent) == 3
+        case.done("cancel", slot=1)
+        assert case.engine.sent[3] == "BGEN 1 3 seed=7 10,11"
+        case.tokens(7, slot=1)
+        case.done("stop", slot=1)
+        case.tokens(9, 9)
+        case.done()
         assert ids(await collect(first)) == [5, 6] and ids(await collect(second)) == [7]
-        assert (case.scheduler.counters.cancelled, case.scheduler.counters.finished) == (1, 1)
+        assert ids(await collect(neighbour)) == [9, 9, 9]  # stopping one is nothing to the other
+        assert (case.scheduler.tally.requests.cancelled, case.scheduler.tally.requests.finished) == (1, 2)
         await second.cancel()
-        assert len(case.engine.sent) == 3
+        assert len(case.engine.sent) == 4
+
+
+async def test_cancelled_after_it_gave_way() -> None:
+    async with running() as case:
+        long = case.scheduler.submit(LONG)
+        case.say(SlotResume(0, 0))
+        case.scheduler.submit(ask(5000))
+        case.say(Yielded(0, 512), SlotDone(0, 0, "cancel", 9.0, 0, 0, 2000, 0, 0.0, 0.0, 512))
+        await long.cancel()
+        assert (await collect(long))[-1] == Done("cancel", 0, 2000, 0, 9.0, 0.0)
+        assert case.scheduler.running == 1
 
 
 async def test_a_reader_that_is_gone_holds_nothing_up() -> None:
@@ -290,14 +463,14 @@ async def test_a_reader_that_is_gone_holds_nothing_up() -> None:
         await settle()
         reader.cancel()
         await asyncio.gather(reader, return_exceptions=True)
-        case.say(TokenLine(5))
+        case.tokens(5)
         await generation.cancel()
-        case.done("cancel", 1)
+        case.done("cancel")
         assert case.scheduler.running == 0
         assert ids(await collect(generation)) == [5]
 
 
-# -- an engine that is not there, dies or misbehaves
+# -- an engine that is not there
 
 
 @pytest.mark.parametrize(
@@ -318,7 +491,7 @@ async def test_what_a_request_hears_in_each_state(
 ) -> None:
     async with running() as case:
         case.engine.state, case.engine.failures = state, failures
-        case.engine.facts = FACTS if known else None
+        case.engine.facts = facts() if known else None
         if name is None:
             generation = case.scheduler.submit(ask())
             assert case.engine.sent == []
@@ -331,72 +504,193 @@ async def test_what_a_request_hears_in_each_state(
         assert caught.value.name == name and caught.value.kind.status == 503
 
 
-async def test_a_death_fails_the_running_request_and_keeps_the_queue() -> None:
-    async with running() as case:
-        running_one, waiting = case.scheduler.submit(ask(1)), case.scheduler.submit(ask(10))
-        case.say(TokenLine(5))
-        case.down("the engine ended: killed by SIGKILL")
-        events = []
-        with pytest.raises(StrataError) as caught:
-            async for event in running_one:
-                events.append(event)
-        assert ids(events) == [5]
-        assert caught.value.name == "engine_failed" and "killed by SIGKILL" in caught.value.message
-        case.up()
-        assert case.engine.sent[1] == "GEN 3 seed=7 10,11"
-        case.done()
-        assert len(await collect(waiting)) == 1
-
-
-async def test_what_waits_is_not_kept_for_ever() -> None:
+async def test_what_waits_or_was_cut_off_is_not_kept_for_ever() -> None:
     async with running(restart_wait_limit_s=10) as case:
-        case.scheduler.submit(ask(1))
-        waiting = case.scheduler.submit(ask(10))
+        cut_off, waiting = case.scheduler.submit(ask(1)), case.scheduler.submit(ask(10))
         case.down()
         await case.time.advance(9)
-        assert not waiting.ended
+        assert not waiting.ended and not cut_off.ended
         await case.time.advance(2)
-        error = await failure(waiting)
-        assert error.name == "engine_down" and "within 10 s" in error.message
+        for generation in (cut_off, waiting):
+            error = await failure(generation)
+            assert error.name == "engine_down" and "within 10 s" in error.message
 
 
-async def test_a_lasting_failure_ends_the_queue_at_once() -> None:
+async def test_a_lasting_failure_ends_everything_at_once() -> None:
     async with running() as case:
-        case.scheduler.submit(ask(1))
-        waiting = case.scheduler.submit(ask(10))
+        cut_off, waiting = case.scheduler.submit(ask(1)), case.scheduler.submit(ask(10))
         case.down("the engine could not load the model: exit code 78", permanent=True)
         assert (await failure(waiting)).message == "the engine could not load the model: exit code 78"
+        assert "exit code 78" in (await failure(cut_off)).message
+        assert case.scheduler.running == case.scheduler.queued == 0
 
 
-async def test_a_cancelled_request_whose_engine_dies_is_cancelled_not_failed() -> None:
+# -- an engine that dies
+
+
+async def test_a_death_is_not_noticed() -> None:
+    async with running(slots=2) as case:
+        sampling = Sampling(temperature=0.5, seed=7, choice=2, penalty_freq=0.5, logprobs=1)
+        first = case.scheduler.submit(GenRequest((1, 2), 5, sampling, tune={"spec_p_cum": 0.5}))
+        second, waiting = case.scheduler.submit(ask(10)), case.scheduler.submit(ask(20))
+        case.say(SlotResume(0, 1), SlotToken(0, 5, -0.5), SlotToken(0, 6, -0.25))
+        case.down("the engine ended: killed by SIGKILL")
+        assert case.engine.expected[-1] == (None, None) and case.scheduler.lanes == []
+        assert (case.scheduler.running, case.scheduler.queued) == (2, 1)
+        case.up()
+        keys = "seed=7 choice=2 temperature=0.5 penalty_freq=0.5 penalty_last_n=64 logprobs=1 spec_p_cum=0.5"
+        assert case.engine.sent[2:] == [f"BGEN 0 3 {keys} out_from=2 1,2,5,6", "BGEN 1 3 seed=7 10,11"]
+        case.say(SlotResume(0, 0), SlotProgress(0, 4, 4, 1.0, 9.0), SlotToken(0, 7, -1.0))
+        case.tokens(8, 9)
+        case.done()
+        case.tokens(1, slot=1)
+        case.done(slot=1)
+        case.tokens(2)
+        case.done()
+        events = await collect(first)
+        assert [event for event in events if isinstance(event, Progress)] == []  # reading again is nobody's business
+        assert [ids(events), ids(await collect(second)), ids(await collect(waiting))] == [[5, 6, 7, 8, 9], [1], [2]]
+        done = events[-1]
+        assert isinstance(done, Done) and (done.finish, done.generated) == ("length", 5)
+        assert (done.prompt_tokens, done.reused) == (2, 1)
+        assert case.scheduler.tally.recovered == 2 and case.scheduler.tally.requests.failed == 0
+
+
+@pytest.mark.parametrize(("tokens", "finish"), [((5, 99), "stop"), ((5, 6, 7), "length")])
+async def test_an_answer_whose_last_word_was_lost_is_ended_without_an_engine(
+    tokens: tuple[int, ...], finish: str
+) -> None:
+    async with running() as case:
+        request = GenRequest((1, 2), 3, Sampling(), end_ids=frozenset({98, 99}))
+        generation = case.scheduler.submit(request)
+        case.tokens(*tokens)
+        case.down()
+        events = await collect(generation)
+        assert ids(events) == list(tokens)
+        assert isinstance(events[-1], Done) and (events[-1].finish, events[-1].generated) == (finish, len(tokens))
+        assert case.scheduler.tally.requests.finished == 1
+
+
+async def test_a_cancelled_request_whose_engine_dies_is_cancelled() -> None:
     async with running() as case:
         generation = case.scheduler.submit(ask())
-        case.say(TokenLine(5))
+        case.tokens(5)
         await generation.cancel()
         case.down()
-        assert (await collect(generation))[-1] == Done("cancel", 1, 2, 0, 0.0, 0.0)
-        assert (case.scheduler.counters.cancelled, case.scheduler.counters.failed) == (1, 0)
+        done = (await collect(generation))[-1]
+        assert isinstance(done, Done) and (done.finish, done.generated) == ("cancel", 1)
+        assert (case.scheduler.tally.requests.cancelled, case.scheduler.tally.requests.failed) == (1, 0)
+
+
+async def test_cancelled_while_the_engine_is_down_it_does_not_go_on() -> None:
+    async with running() as case:
+        generation = case.scheduler.submit(ask())
+        case.down()
+        await generation.cancel()
+        case.up()
+        assert len(case.engine.sent) == 1 and isinstance((await collect(generation))[-1], Done)
+
+
+async def test_the_next_engine_may_have_fewer_slots() -> None:
+    async with running(slots=3) as case:
+        generations = [case.scheduler.submit(ask(number)) for number in (1, 10, 20)]
+        case.down()
+        case.up(slots=1)
+        for number in (1, 10, 20):
+            assert case.engine.sent[-1] == f"BGEN 0 3 seed=7 {number},{number + 1}"
+            case.tokens(number)
+            case.done()
+        assert [ids(await collect(generation)) for generation in generations] == [[1], [10], [20]]
+
+
+async def test_suspects_run_alone_one_after_the_other_until_they_are_above_suspicion() -> None:
+    async with running(slots=3) as case:
+        suspects = [case.scheduler.submit(ask(number, max_new=100)) for number in (1, 10)]
+        case.down()
+        case.up()
+        assert len(case.engine.sent) == 4  # the first time they go on together
+        late = case.scheduler.submit(ask(20))
+        case.down()
+        case.up()
+        assert case.engine.sent[5:] == [f"BGEN 0 {PROBATION} seed=7 1,2"]
+        case.tokens(*range(PROBATION))
+        case.done()
+        assert case.engine.sent[6:] == [f"BGEN 1 {PROBATION} seed=7 10,11"]
+        case.tokens(*range(PROBATION), slot=1)
+        case.done(slot=1)
+        out = ",".join(map(str, range(PROBATION)))
+        left = 100 - PROBATION
+        assert case.engine.sent[7:] == [
+            f"BGEN 0 {left} seed=7 out_from=2 1,2,{out}", f"BGEN 1 {left} seed=7 out_from=2 10,11,{out}",
+            "BGEN 2 3 seed=7 20,21",
+        ]  # fmt: skip
+        for generation in (*suspects, late):
+            assert not generation.ended
+            await generation.cancel()
+
+
+async def test_only_who_was_alone_in_two_dying_engines_is_failed() -> None:
+    async with running(slots=2) as case:
+        culprit, innocent = case.scheduler.submit(ask(1, max_new=50)), case.scheduler.submit(ask(10))
+        for _ in range(2):  # together
+            case.down()
+            case.up()
+        for _ in range(2):  # the culprit alone
+            assert case.engine.sent[-1] == f"BGEN 0 {PROBATION} seed=7 1,2"
+            case.down("the engine ended: killed by SIGSEGV")
+            case.up()
+        error = await failure(culprit)
+        assert error.name == "engine_failed" and "killed by SIGSEGV" in error.message
+        assert case.engine.sent[-1] == "BGEN 0 3 seed=7 10,11"
+        case.tokens(5, 6, 7)
+        case.done()
+        assert ids(await collect(innocent)) == [5, 6, 7]
+        assert case.scheduler.tally.requests.failed == 1
+
+
+async def test_who_gets_on_between_the_deaths_is_no_suspect() -> None:
+    async with running() as case:
+        generation = case.scheduler.submit(ask(max_new=10_000))
+        for _ in range(6):
+            case.tokens(*range(PROBATION))
+            case.down()
+            case.up()
+        assert not generation.ended and case.engine.sent[-1].startswith(f"BGEN 0 {10_000 - 6 * PROBATION} ")
+        await generation.cancel()
+
+
+# -- an engine that misbehaves
 
 
 @pytest.mark.parametrize(
     ("answers", "words"),
     [
-        ([TokenLine(1)] * 4, "more tokens than were asked for"),
-        ([DoneLine(1, 1, 1.0, 1.0, "tired")], "tired"),
-        ([DoneLine(1, 1, 1.0, 1.0, "stop"), TokenLine(9)], "no request running"),
-        ([DoneLine(1, 1, 1.0, 1.0, "stop"), DoneLine(1, 1, 1.0, 1.0, "stop")], "no request running"),
+        ([SlotResume(0, 0)] + [SlotToken(0, 1)] * 4, "more tokens than were asked for"),
+        ([SlotToken(0, 1)], "too early"),
+        ([SlotResume(0, 0), SlotDone(0, 0, "tired", 1.0)], "tired"),
+        ([SlotResume(0, 0), SlotDone(0, 2, "stop", 1.0)], "0 of 2 tokens"),
+        ([SlotResume(0, 0), SlotDone(0, 0, "cancel", 1.0)], "cancel"),
+        ([SlotResume(0, 0), SlotDone(0, 0, "stop", 1.0), SlotToken(0, 9)], "no request runs"),
+        ([SlotResume(7, 0)], "no request runs"),
+        ([SlotToken(1, 5)], "no request runs"),
+        ([TokenLine(5)], "nobody asked for"),
+        ([Err("bad_command", "what?")], "bad_command"),
+        *(([SlotErr(0, name, "no")], name) for name in sorted(OUT_OF_STEP)),
     ],
 )
-async def test_an_engine_out_of_step_is_not_trusted(answers: list[Answer], words: str) -> None:
-    async with running() as case:
-        case.scheduler.submit(ask(max_new=3))
-        case.say(*answers, TokenLine(1), DoneLine(1, 1, 1.0, 1.0, "stop"))
+async def test_an_engine_out_of_step_is_not_trusted_and_its_requests_go_on_in_the_next(
+    answers: list[Answer], words: str
+) -> None:
+    async with running(slots=2) as case:
+        first = case.scheduler.submit(ask(max_new=3))
+        case.say(*answers, SlotToken(0, 1), SlotDone(0, 1, "stop", 1.0))
         assert words in case.engine.killed
+        sent = len(case.engine.sent)
         waiting = case.scheduler.submit(ask(10))
-        assert len(case.engine.sent) == 1 and not waiting.ended
+        assert len(case.engine.sent) == sent and not waiting.ended
         case.down()
         case.up()
-        assert len(case.engine.sent) == 2
+        assert len(case.engine.sent) == sent + (1 if first.ended else 2)
 
 
 # -- silence
@@ -405,11 +699,51 @@ async def test_an_engine_out_of_step_is_not_trusted(answers: list[Answer], words
 async def test_the_silence_that_reading_a_prompt_may_take() -> None:
     async with running(stall_limit_s=10) as case:
         case.scheduler.submit(GenRequest(tuple(range(1000)), 5, Sampling()))
-        assert case.engine.allowances == [30.0]
-        case.say(Resume(100), PromptProgress(600, 1000, 1.0, 20.0))
-        assert case.engine.allowances[-1] == 75.0
-        case.say(TokenLine(1), TokenLine(2))
-        assert case.engine.allowances == [30.0, 75.0, 10.0]
+        assert case.engine.expected[-1] == (30.0, None)
+        case.say(SlotResume(0, 100), SlotProgress(0, 600, 1000, 1.0, 20.0))
+        assert case.engine.expected[-1] == (75.0, None)
+        case.tokens(1, 2)
+        assert case.engine.expected[-1] == (10.0, None)
+
+
+async def test_the_most_patient_request_decides_how_long_the_engine_may_be_silent() -> None:
+    async with running(slots=2, stall_limit_s=10) as case:
+        case.scheduler.submit(GenRequest(tuple(range(1000)), 5, Sampling()))
+        second = case.scheduler.submit(ask(7))
+        case.tokens(1, slot=1)
+        assert case.engine.expected[-1] == (30.0, None)
+        await second.cancel()
+        assert case.engine.expected[-1] == (30.0, case.time.now() + 10)
+        case.done("cancel", slot=1)
+        assert case.engine.expected[-1] == (30.0, None)
+
+
+async def test_a_slot_that_falls_silent_beside_others_is_asked_about() -> None:
+    async with running(slots=2, stall_limit_s=10) as case:
+        silent, talking = case.scheduler.submit(ask(max_new=9)), case.scheduler.submit(ask(7, max_new=900))
+        case.tokens(1)
+
+        async def talk(seconds: int) -> None:
+            for _ in range(seconds):
+                await case.time.advance(1)
+                case.tokens(1, slot=1)
+
+        await talk(8)
+        assert case.engine.asked == 0
+        await talk(4)
+        assert case.engine.asked == 1
+        case.say(StatLine({"slots": [{"slot": 0, "state": "decoding", "parked": True}]}))
+        await talk(9)
+        assert case.engine.asked == 1 and not case.engine.killed  # it waits for room: that is all right
+        await talk(4)
+        assert case.engine.asked == 2
+        case.say(StatLine({"slots": [{"slot": 0, "state": "idle"}, {"slot": 1, "state": "decoding"}]}))
+        assert "slot 0 has fallen silent" in case.engine.killed
+        case.down()
+        case.up()
+        assert case.scheduler.running == 2
+        await silent.cancel()
+        await talking.cancel()
 
 
 def test_allowances() -> None:
@@ -423,7 +757,7 @@ def test_allowances() -> None:
 # -- stopping
 
 
-async def test_draining_refuses_what_waits_and_lets_the_rest_end() -> None:
+async def test_draining_refuses_what_waits_and_lets_the_rest_end_even_if_the_engine_dies() -> None:
     async with running() as case:
         first, second = case.scheduler.submit(ask(1)), case.scheduler.submit(ask(10))
         drain = asyncio.create_task(case.scheduler.drain(20))
@@ -431,22 +765,27 @@ async def test_draining_refuses_what_waits_and_lets_the_rest_end() -> None:
         assert (await failure(second)).name == "draining"
         with pytest.raises(StrataError, match="stopping"):
             case.scheduler.submit(ask())
-        case.say(TokenLine(5))
+        case.tokens(5)
+        case.down()
+        case.up()
+        assert case.engine.sent[-1] == "BGEN 0 2 seed=7 out_from=2 1,2,5"
+        case.tokens(6)
         case.done()
         await settle()
-        assert drain.result() is True and ids(await collect(first)) == [5]
+        assert drain.result() is True and ids(await collect(first)) == [5, 6]
 
 
 async def test_what_takes_longer_than_the_drain_limit_is_cut_off() -> None:
-    async with running() as case:
-        generation = case.scheduler.submit(ask())
-        case.say(TokenLine(5))
+    async with running(slots=2) as case:
+        generations = [case.scheduler.submit(ask(1)), case.scheduler.submit(ask(10))]
+        case.tokens(5)
         drain = asyncio.create_task(case.scheduler.drain(20))
         await case.time.advance(20.1)
-        assert drain.result() is False and case.engine.sent[-1] == "STOP"
-        assert (await failure(generation)).name == "draining"
+        assert drain.result() is False and case.engine.sent[-2:] == ["BSTOP 0", "BSTOP 1"]
+        for generation in generations:
+            assert (await failure(generation)).name == "draining"
         case.down("the engine ended: exit code 0", permanent=True)
-        assert case.scheduler.counters.failed == 1
+        assert case.scheduler.tally.requests.failed == 2
 
 
 # -- with the fake engine as a real process
@@ -471,8 +810,10 @@ async def real(*flags: str, **values: float) -> AsyncIterator[tuple[Scheduler, S
         await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 5)
 
 
-async def test_real_every_request_gets_its_own_tokens_with_random_cancels() -> None:
-    async with real("--delay-s", "0.001", "--garbage", "--invalid-utf8") as (scheduler, _):
+@pytest.mark.parametrize("slots", ["1", "4"])
+async def test_real_every_request_gets_its_own_tokens_with_random_cancels(slots: str) -> None:
+    flags = ("--delay-s", "0.001", "--garbage", "--invalid-utf8", "--parallel", slots)
+    async with real(*flags) as (scheduler, _):
         generations = [scheduler.submit(ask(100 * number, 8, client=str(number % 3))) for number in range(20)]
 
         async def read(number: int) -> list[int]:
@@ -507,11 +848,11 @@ async def test_real_cancel_stops_within_a_token_and_while_reading_within_a_chunk
         await asyncio.wait_for(collect(generation), 0.5)
 
 
-async def test_real_engine_that_hangs_is_replaced_and_the_queue_goes_on(tmp_path: Path) -> None:
+async def test_real_engine_that_hangs_is_replaced_and_nobody_notices(tmp_path: Path) -> None:
     once = str(tmp_path / "once")
     async with real("--hang-after", "2", "--once", once, stall_limit_s=0.3) as (scheduler, supervisor):
         hung, waiting = scheduler.submit(ask(1)), scheduler.submit(ask(10))
-        assert (await asyncio.wait_for(_failure(hung), 5)).name == "engine_failed"
+        assert ids(await asyncio.wait_for(collect(hung), 5)) == [3, 4, 5]
         assert ids(await asyncio.wait_for(collect(waiting), 5)) == [12, 13, 14]
         assert supervisor.restarts == 1
 
@@ -527,20 +868,31 @@ async def test_real_engine_deaf_to_stop_is_replaced(tmp_path: Path) -> None:
         assert "did not end in time" in supervisor.reason
 
 
-@pytest.mark.parametrize("flags", [["--bad-token"], ["--extra-tokens", "2"], ["--exit-after", "1"], ["--huge-line"]])
-async def test_real_faults_end_one_request_with_a_clear_error(flags: list[str], tmp_path: Path) -> None:
-    async with real(*flags, "--once", str(tmp_path / "once")) as (scheduler, _):
-        broken, waiting = scheduler.submit(ask(1)), scheduler.submit(ask(10))
-        assert (await asyncio.wait_for(_failure(broken), 5)).message.startswith("the answer was cut off: the engine")
-        assert ids(await asyncio.wait_for(collect(waiting), 5)) == [12, 13, 14]
+FAULTS = [
+    ["--bad-token"], ["--extra-tokens", "2"], ["--exit-after", "1"], ["--huge-line"], ["--stray-token"],
+    ["--exit-after", "2", "--exit-code", "-11", "--cut-line"],
+]  # fmt: skip
 
 
-async def _failure(generation: ScheduledGeneration) -> StrataError:
-    try:
-        await collect(generation)
-    except StrataError as error:
-        return error
-    raise AssertionError("it did not fail")
+@pytest.mark.parametrize("flags", FAULTS, ids=" ".join)
+async def test_real_faults_are_not_noticed(flags: list[str], tmp_path: Path) -> None:
+    flags += ["--once", str(tmp_path / "once"), "--parallel", "2"]
+    async with real(*flags) as (scheduler, supervisor):
+        generations = [scheduler.submit(ask(number, max_new=5)) for number in (1, 10, 20)]
+        answers = await asyncio.wait_for(asyncio.gather(*map(collect, generations)), 8)
+        assert [ids(answer) for answer in answers] == [[n + 2 + i for i in range(5)] for n in (1, 10, 20)]
+        await asyncio.sleep(0.05)
+        assert supervisor.last_exit is not None and scheduler.tally.requests.failed == 0
+
+
+async def test_real_fault_that_comes_again_ends_only_its_own_request() -> None:
+    async with real("--exit-after", "3", "--parallel", "2") as (scheduler, supervisor):
+        culprit, innocent = scheduler.submit(ask(1, max_new=5)), scheduler.submit(ask(10, max_new=2))
+        assert ids(await asyncio.wait_for(collect(innocent), 8)) == [12, 13]
+        with pytest.raises(StrataError) as caught:
+            await asyncio.wait_for(collect(culprit), 20)
+        assert caught.value.name == "engine_failed" and "exit code 1" in caught.value.message
+        assert supervisor.restarts <= 4
 
 
 async def test_real_cost_per_token() -> None:

@@ -39,8 +39,9 @@ async def test_the_snapshot_in_every_state() -> None:
     await settle()
     assert case.now()["state"] == "starting"
     case.world.child.say("INFO arch=qwen35moe identity=aa fingerprint=bb trained_context=4096", "INFO load_percent=41")
+    assert (case.now()["concurrency"], case.now()["slots"]) == ({"serving": 0, "requested": 4}, [])
     assert (case.now()["state"], case.now()["state_detail"]) == ("loading", "loading the model, 41 %")
-    case.world.child.say("READY 2048 stop")
+    case.world.child.say("INFO batch_slots=2", "READY 2048 stop")
     await settle()
     ready = case.now()
     assert (ready["state"], ready["state_detail"], ready["uptime_s"]) == ("ready", "", 12.3)
@@ -49,11 +50,16 @@ async def test_the_snapshot_in_every_state() -> None:
     assert isinstance(model, dict)
     assert (model["arch"], model["context"], model["trained_context"]) == ("qwen35moe", 2048, 4096)
 
+    assert (ready["concurrency"], ready["slots"]) == (
+        {"serving": 2, "requested": 4},
+        [{"slot": slot, "state": "idle", "held_tokens": 0} for slot in (0, 1)],
+    )
+
     case.scheduler.submit(GenRequest((1, 2), 5, Sampling()))
     await case.world.time.advance(20)
     assert case.now()["state_detail"] == "the engine has been silent for 20 s"
     case.scheduler.draining = True
-    case.world.child.say("T 5")
+    case.world.child.say("BRESUME 0 0", "BT 0 5")
     assert (case.now()["state"], case.now()["state_detail"]) == ("draining", "waiting for running answers to end")
     case.scheduler.draining = False
 
@@ -63,7 +69,7 @@ async def test_the_snapshot_in_every_state() -> None:
     engine, requests = down["engine"], down["requests"]
     assert isinstance(engine, dict) and isinstance(requests, dict)
     assert engine["pid"] is None and engine["last_exit"]["signal"] == 9
-    assert (requests["failed"], requests["running"]) == (1, 0)
+    assert (requests["failed"], requests["running"]) == (0, 1)  # it will go on
     assert isinstance(down["model"], dict) and down["model"]["context"] == 2048  # still known
 
     await case.world.time.advance(1)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from stratad.child import Command, Effects, real_effects
-from stratad.engine_protocol import LINE_LIMIT, Answer, Err, TokenLine
+from stratad.engine_protocol import LINE_LIMIT, Answer, Err, SlotToken, StatLine
 from stratad.settings import BY_NAME, Effective, Settings
 from stratad.supervisor import (
     BACKOFF_MOST_S,
@@ -206,7 +206,7 @@ async def test_an_engine_that_reports_failure_but_does_not_end_is_killed() -> No
 
 async def test_a_token_before_ready_is_a_fault() -> None:
     async with running() as case:
-        case.child.say("T 5")
+        case.child.say("BT 0 5")
         await settle()
         assert case.child.signals == [signal.SIGKILL]
         assert case.watcher.answers == []
@@ -218,19 +218,21 @@ async def test_a_token_before_ready_is_a_fault() -> None:
 async def test_answers_are_passed_on_and_the_rest_is_not() -> None:
     async with running() as case:
         await case.ready()
-        case.child.say("T 5", "what is this", "INFO later=1", 'STAT {"windows": 3}', "T 6", "ERR bad_ids no")
-        assert case.watcher.answers == [TokenLine(5), TokenLine(6), Err("bad_ids", "no")]
+        case.child.say("BT 0 5", "what is this", "INFO later=1", 'STAT {"windows": 3}', "BT 0 6", "ERR bad_ids no")
+        assert case.watcher.answers == [
+            SlotToken(0, 5), StatLine({"windows": 3}), SlotToken(0, 6), Err("bad_ids", "no"),
+        ]  # fmt: skip
         assert case.supervisor.engine_stat == {"windows": 3}
 
 
-@pytest.mark.parametrize("line", ["T x", "DONE 1", "READY 5"])
+@pytest.mark.parametrize("line", ["BT 0 x", "BDONE 0 1", "READY 5"])
 async def test_a_line_that_cannot_be_kills_the_engine_and_nothing_after_it_counts(line: str) -> None:
     async with running() as case:
         await case.ready()
-        case.child.say("T 1", line)
-        case.child.say("T 2")
+        case.child.say("BT 0 1", line)
+        case.child.say("BT 0 2")
         await settle()
-        assert TokenLine(2) not in case.watcher.answers
+        assert SlotToken(0, 2) not in case.watcher.answers
         assert case.child.signals == [signal.SIGKILL]
         assert "line that cannot be" in case.watcher.downs[0][0]
 
@@ -283,9 +285,9 @@ async def test_an_engine_that_served_long_is_started_again_soon() -> None:
 async def test_silence_with_a_request_running_is_a_stall() -> None:
     async with running(limits(stall_limit_s=8)) as case:
         await case.ready()
-        case.supervisor.begin(8)
+        case.supervisor.expect(8)
         await case.world.time.advance(7)
-        case.child.say("T 1")
+        case.child.say("BT 0 1")
         await case.world.time.advance(7)
         assert not case.first.signals and case.supervisor.silent_s == pytest.approx(7)
         await case.world.time.advance(3)
@@ -296,10 +298,10 @@ async def test_silence_with_a_request_running_is_a_stall() -> None:
 async def test_more_silence_is_allowed_where_it_is_asked_for() -> None:
     async with running(limits(stall_limit_s=8)) as case:
         await case.ready()
-        case.supervisor.begin(100)
+        case.supervisor.expect(100)
         await case.world.time.advance(99)
         assert not case.first.signals
-        case.supervisor.allow(8)
+        case.supervisor.expect(8)
         await case.world.time.advance(2)
         assert case.first.signals == [signal.SIGKILL]
 
@@ -307,7 +309,7 @@ async def test_more_silence_is_allowed_where_it_is_asked_for() -> None:
 async def test_no_limit_means_none() -> None:
     async with running(limits(stall_limit_s=0)) as case:
         await case.ready()
-        case.supervisor.begin(0)
+        case.supervisor.expect(0)
         await case.world.time.advance(1000)
         assert not case.first.signals
 
@@ -328,10 +330,10 @@ async def test_an_idle_engine_is_asked_now_and_then_and_killed_if_it_hangs() -> 
 async def test_a_stopped_request_must_end_in_time_even_if_it_goes_on_talking() -> None:
     async with running(limits(stall_limit_s=8)) as case:
         await case.ready()
-        case.supervisor.begin(8)
-        case.supervisor.expect_end(8)
+        case.supervisor.expect(8)
+        case.supervisor.expect(8, case.world.time.now() + 8)
         for _ in range(9):
-            case.child.say("T 1")
+            case.child.say("BT 0 1")
             await case.world.time.advance(1)
         await case.world.time.advance(1.1)
         assert case.first.signals == [signal.SIGKILL]
@@ -341,7 +343,7 @@ async def test_a_stopped_request_must_end_in_time_even_if_it_goes_on_talking() -
 async def test_a_daemon_that_was_held_up_does_not_blame_the_engine() -> None:
     async with running(limits(stall_limit_s=8)) as case:
         await case.ready()
-        case.supervisor.begin(8)
+        case.supervisor.expect(8)
         case.world.time.jump(3600)
         await case.world.time.advance(1)
         assert not case.first.signals
@@ -457,10 +459,10 @@ async def test_real_load_answer_and_stop() -> None:
         await case.state(EngineState.READY)
         pid = case.supervisor.pid
         assert pid is not None and os.getsid(pid) == pid and os.getpgid(pid) == pid
-        case.supervisor.begin(5)
-        case.supervisor.send(b"GEN 3 5,6,7\n")
+        case.supervisor.expect(5)
+        case.supervisor.send(b"BGEN 0 3 5,6,7\n")
         await case.until(lambda: len(case.watcher.answers) >= 7)
-        assert [answer.id for answer in case.watcher.answers if isinstance(answer, TokenLine)] == [8, 9, 10]
+        assert [answer.id for answer in case.watcher.answers if isinstance(answer, SlotToken)] == [8, 9, 10]
         await case.until(lambda: len(case.supervisor.stderr) == 200)
         assert case.supervisor.stderr[-1] == "log line 299"
         await case.supervisor.stop()
@@ -471,9 +473,9 @@ async def test_real_load_answer_and_stop() -> None:
 async def test_real_exit_is_seen_within_a_tenth_of_a_second_with_all_that_was_said() -> None:
     async with real("--exit-after", "2", "--exit-code", "3", "--cut-line") as case:
         await case.state(EngineState.READY)
-        case.supervisor.send(b"GEN 5 1\n")
+        case.supervisor.send(b"BGEN 0 5 1\n")
         await case.until(lambda: bool(case.watcher.downs))
-        assert [answer.id for answer in case.watcher.answers if isinstance(answer, TokenLine)] == [2, 3]
+        assert [answer.id for answer in case.watcher.answers if isinstance(answer, SlotToken)] == [2, 3]
         assert case.watcher.downs == [("the engine ended: exit code 3", False)]
         await case.state(EngineState.READY)
         assert case.supervisor.pid is not None
@@ -509,7 +511,7 @@ async def test_real_stopped_process_counts_as_silent() -> None:
         await case.state(EngineState.READY)
         assert case.supervisor.pid is not None
         os.kill(case.supervisor.pid, signal.SIGSTOP)
-        case.supervisor.begin(0.3)
+        case.supervisor.expect(0.3)
         await case.until(lambda: bool(case.watcher.downs), 2)
         assert "silent for" in case.watcher.downs[0][0]
 
@@ -517,7 +519,7 @@ async def test_real_stopped_process_counts_as_silent() -> None:
 async def test_real_line_without_an_end_is_bounded() -> None:
     async with real("--huge-line") as case:
         await case.state(EngineState.READY)
-        case.supervisor.send(b"GEN 1 1\n")
+        case.supervisor.send(b"BGEN 0 1 1\n")
         await case.until(lambda: bool(case.watcher.downs))
         assert "line without an end" in case.watcher.downs[0][0]
         assert LINE_LIMIT == 1 << 20
@@ -528,9 +530,9 @@ async def test_real_long_request_does_not_block_the_loop() -> None:
         await case.state(EngineState.READY)
         ids = ",".join(["4095"] * 200_000).encode()
         started = time.monotonic()
-        case.supervisor.send(b"GEN 1 " + ids + b"\n")
+        case.supervisor.send(b"BGEN 0 1 " + ids + b"\n")
         assert time.monotonic() - started < 0.1
-        await case.until(lambda: any(isinstance(answer, TokenLine) for answer in case.watcher.answers))
+        await case.until(lambda: any(isinstance(answer, SlotToken) for answer in case.watcher.answers))
 
 
 async def test_real_engine_is_the_better_victim_and_knows_nothing_of_systemd() -> None:

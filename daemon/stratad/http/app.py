@@ -6,6 +6,7 @@
 | POST /v1/completions | OpenAI completion, streamed or not |
 | GET /v1/models, /v1/models/{id} | the model |
 | GET /v1/status | the snapshot that `stratactl status --json` shows |
+| GET /metrics | figures for Prometheus, or as JSON where `Accept` names application/json |
 | GET /health | 200, or 503 with a reason and how far loading is |
 
 Every failure has the form `{"error": {"message", "type", "param", "code"}}`, other paths and methods included.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -40,6 +42,8 @@ from stratad.types import Service
 
 log = logging.getLogger(__name__)
 
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
 
 def build_app(context: HttpContext) -> ASGIApp:
     """The whole service as one ASGI application."""
@@ -51,6 +55,7 @@ def build_app(context: HttpContext) -> ASGIApp:
         Route("/v1/models", models.all, methods=["GET"]),
         Route("/v1/models/{id:path}", models.one, methods=["GET"]),
         Route("/v1/status", operations.status, methods=["GET"]),
+        Route("/metrics", operations.metrics, methods=["GET"]),
         Route("/health", operations.health, methods=["GET"]),
     ]
     app = Starlette(routes=routes, exception_handlers={StrataError: _strata_error, HTTPException: _http_error})
@@ -93,9 +98,26 @@ class _Operations:
     async def status(self, _request: Request) -> Response:
         return _json(self._context.service.status(), 200, {})
 
+    async def metrics(self, request: Request) -> Response:
+        if wants_json(request.headers.get("accept", "")):
+            return _json(self._context.service.metrics(), 200, {"Vary": "Accept"})
+        text = self._context.service.metrics_text()
+        return Response(text, 200, {"Vary": "Accept", "Content-Type": METRICS_TYPE})
+
     async def health(self, _request: Request) -> Response:
         ok, body = health(self._context)
         return _json(body, 200 if ok else 503, {} if ok else {"Retry-After": "5"})
+
+
+def wants_json(accept: str) -> bool:
+    """Whether an Accept header prefers JSON to text: it names it, with no less weight than text and above nothing."""
+    weights = {"application/json": 0.0, "text/plain": 0.0}
+    for part in accept.split(","):
+        kind, *parameters = (piece.strip().lower() for piece in part.split(";"))
+        quality = next((piece[2:] for piece in parameters if piece.startswith("q=")), "1")
+        if kind in weights:
+            weights[kind] = float(quality) if re.fullmatch(r"[01](\.\d*)?", quality) else 1.0
+    return weights["application/json"] > 0 and weights["application/json"] >= weights["text/plain"]
 
 
 def health(context: HttpContext) -> tuple[bool, dict[str, Any]]:

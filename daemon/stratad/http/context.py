@@ -140,4 +140,6 @@ def make_request(
             common.logprobs,
         ),
         client=client,
+        end_ids=model.tokens.end_ids,
+        tune=params.tune(fields),
     )

@@ -79,6 +79,7 @@ SAMPLING: tuple[Parameter, ...] = (
 
 COMMON_NAMES = frozenset(
     {"model", "stream", "stream_options", "seed", "stop", "logit_bias", "logprobs", "ignore_eos", "n", "max_tokens"}
+    | {"strata_tune"}
     | {name for row in SAMPLING for name in (row.name, *row.aliases)}
 )
 """Fields that every endpoint understands."""
@@ -261,6 +262,28 @@ def logit_bias(fields: Fields, vocabulary: int) -> dict[int, float]:
             )  # fmt: skip
         biases[int(key)] = float(bias)
     return biases
+
+
+TUNE = ("spec_min_p", "spec_p_cum", "spec_p_cum_deep")
+"""What `strata_tune` may hold: limits of drafting for this request, each from 0 to 1. They change speed only."""
+
+TUNE_IGNORED = frozenset({"pcie_frac", "aux_cpus"})
+"""Members for hardware that this engine does not use."""
+
+
+def tune(fields: Fields) -> dict[str, float]:
+    """The object `strata_tune`."""
+    chosen: dict[str, float] = {}
+    for name, value in fields.object("strata_tune").items():
+        place = f"strata_tune.{name}"
+        if name in TUNE_IGNORED or value is None:
+            continue
+        if name not in TUNE:
+            raise invalid(place, f"is not known; strata_tune takes {', '.join(TUNE)}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise invalid(place, "must be a number from 0 to 1", value)
+        chosen[name] = float(value)
+    return chosen
 
 
 def stops(fields: Fields) -> tuple[str, ...]:

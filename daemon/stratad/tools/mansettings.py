@@ -1,8 +1,8 @@
-"""Write the settings table into the manual pages: `python -m stratad.tools.mansettings man/*.[58]`.
+"""Write the tables of settings and metrics into the manual pages: `python -m stratad.tools.mansettings man/*.[58]`.
 
 A page says where and how with a pair of comments, and everything between them is replaced:
 
-    .\\" BEGIN settings as keys        (or: as options)
+    .\\" BEGIN settings as keys        (or: settings as options, metrics as list)
     .\\" END settings
 
 With `--check` nothing is written, and the exit code is 1 when a page is out of date.
@@ -18,9 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from stratad.metrics import METRICS
 from stratad.settings import SETTINGS, Setting, plain
 
-_BLOCK = re.compile(r'^(\.\\" BEGIN settings as (\w+)\n).*?^(\.\\" END settings\n)', re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r'^(\.\\" BEGIN (\w+ as \w+)\n).*?^(\.\\" END \w+\n)', re.MULTILINE | re.DOTALL)
 _TYPES = {
     "bool": "boolean",
     "int": "integer",
@@ -40,11 +41,11 @@ _APPLIES = {
 
 
 def updated(page: str) -> str:
-    """The page with every settings block made anew. Raises ValueError for a block of an unknown kind."""
+    """The page with every block made anew. Raises ValueError for a block of an unknown kind."""
 
     def block(match: re.Match[str]) -> str:
         if match[2] not in _STYLES:
-            raise ValueError(f"settings as {match[2]!r}: must be one of {', '.join(_STYLES)}")
+            raise ValueError(f"{match[2]!r}: must be one of {', '.join(_STYLES)}")
         return match[1] + "".join(f"{line}\n" for line in _STYLES[match[2]]()) + match[3]
 
     return _BLOCK.sub(block, page)
@@ -79,9 +80,21 @@ def _option(row: Setting) -> Iterator[str]:
     yield from _sentences(row.help)
 
 
+def _metrics() -> Iterator[str]:
+    """Every metric, in the order in which they are served."""
+    yield ".Bl -tag -width Ds"
+    for row in METRICS:
+        labels = "{" + ", ".join(row.labels) + "}" if row.labels else ""
+        yield f".It Li {row.full_name}{labels and ' ' + _macro_words(labels)}"
+        yield f"A {row.kind}."
+        yield from _sentences(row.help)
+    yield ".El"
+
+
 _STYLES: dict[str, Callable[[], Iterator[str]]] = {
-    "keys": lambda: _grouped(_key),
-    "options": lambda: _grouped(_option),
+    "settings as keys": lambda: _grouped(_key),
+    "settings as options": lambda: _grouped(_option),
+    "metrics as list": lambda: _metrics(),
 }
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from stratad.metrics import METRICS
 from stratad.settings import SETTINGS
 from stratad.tools.mansettings import main, updated
 
@@ -29,6 +30,11 @@ def test_every_setting_stands_in_the_pages() -> None:
         assert f".It Fl {row.flag[1:]}".replace("-", "\\-") in daemon
 
 
+def test_every_metric_stands_in_the_page() -> None:
+    page = (MANUALS / "stratad.8").read_text(encoding="utf-8")
+    assert all(f".It Li {metric.full_name}" in page for metric in METRICS)
+
+
 def test_a_stale_page_is_found_and_mended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.5"
     text = 'before\n.\\" BEGIN settings as keys\nold\n.\\" END settings\nafter\n'
@@ -42,7 +48,7 @@ def test_a_stale_page_is_found_and_mended(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_an_unknown_style_is_an_error() -> None:
-    with pytest.raises(ValueError, match="must be one of keys, options"):
+    with pytest.raises(ValueError, match="must be one of settings as keys, settings as options, metrics as list"):
         updated('.\\" BEGIN settings as poems\n.\\" END settings\n')
 
 
