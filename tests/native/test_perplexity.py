@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from strata_native.evaluate import Evaluator
+from stratad.tools.fetch import MODELS, cache_folder, fetch
 
 from tests.native.driver import MODEL
 from tests.native.numpy_reference import Reference
 from tests.native.requantize import requantize
-from tests.native.texts import DATA, dialogues, mean_loss, tokens_of
+from tests.native.texts import DATA, dialogues, mean_loss, prose_windows, tokens_of
 
 KNOWN = DATA / "perplexity.json"
 REQUIRED = 0.01  # perplexity may differ by 1 %
@@ -71,11 +72,24 @@ def test_every_weight_type_is_close_to_its_float_model(tmp_path: Path, documents
     assert difference(engine_loss(path, some, "int8"), reference) < REQUIRED
 
 
+@pytest.mark.slow
+def test_smollm2_on_prose() -> None:
+    """The other real model, where it has been fetched (`python -m stratad.tools.fetch smollm2`)."""
+    model = cache_folder() / MODELS["smollm2"].file_name
+    if not model.exists():
+        pytest.skip(f"{model} has not been fetched")
+    reference = json.loads(KNOWN.read_text())[model.name]["prose"]
+    assert difference(engine_loss(model, prose_windows(tokens_of(model)), "int8"), reference) < REQUIRED
+
+
 def main() -> None:
-    """Write what the float model says of the embedded model's file."""
+    """Write what the float model says of both real models' files."""
     tokens = tokens_of(MODEL)
     loss = mean_loss(Reference(MODEL, np.float32).logits, [tokens.encode(text) for text in dialogues()])
-    KNOWN.write_text(json.dumps({MODEL.name: {"dialogues": round(loss, 8)}}, indent=1) + "\n")
+    other = fetch(MODELS["smollm2"], cache_folder())
+    other_loss = mean_loss(Reference(other, np.float32).logits, prose_windows(tokens_of(other)))
+    known = {MODEL.name: {"dialogues": round(loss, 7)}, other.name: {"prose": round(other_loss, 7)}}
+    KNOWN.write_text(json.dumps(known, indent=1) + "\n")
 
 
 if __name__ == "__main__":
