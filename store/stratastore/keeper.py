@@ -33,6 +33,9 @@ FILE_PAGE = 4096
 OVERFLOW_HEAD = 16  # bytes LMDB takes of the first page of a value
 SLACK_PAGES = 32  # tree pages and records that a commit may add
 SWEEP_BYTES = 256 * MIB  # freed in one commit
+COMMIT_MOST_BYTES = 64 * MIB
+PACE_LEAST_BYTES = 4 * MIB
+SLOW_COMMIT_MS = 300.0
 SPARE_BYTES = 8 * MIB
 FULL_RETRIES = 4
 SPACE_RETRIES = 2  # a disk that is full for others, too, is not worth the whole store
@@ -103,6 +106,7 @@ class Keeper:
         self.medium = Medium(directory, trip)
         self.health = Health(shared.options, shared.counters, shared.now)
         self._compact_wanted = False
+        self._pace_bytes = COMMIT_MOST_BYTES
         self._last_flush = shared.now()
         self._last_work = shared.now()
 
@@ -257,8 +261,17 @@ class Keeper:
         with self.medium.write() as txn:
             yield txn
             start = time.perf_counter()
+        took_ms = (time.perf_counter() - start) * 1e3
         self._counters.commits += 1
-        self._counters.commit_ms_most = max(self._counters.commit_ms_most, (time.perf_counter() - start) * 1e3)
+        self._counters.commit_ms_most = max(self._counters.commit_ms_most, took_ms)
+        self._pace(took_ms)
+
+    def _pace(self, took_ms: float) -> None:
+        """Write less at once on a slow disk: jobs that wait for a commit, and a stop of the service, wait for all."""
+        if took_ms > SLOW_COMMIT_MS:
+            self._pace_bytes = max(PACE_LEAST_BYTES, self._pace_bytes // 2)
+        elif took_ms < SLOW_COMMIT_MS / 4:
+            self._pace_bytes = min(COMMIT_MOST_BYTES, 2 * self._pace_bytes)
 
     @contextlib.contextmanager
     def _ledger(self) -> Iterator[Ledger]:
@@ -308,9 +321,8 @@ class Keeper:
     def _commits(self, pages: Sequence[tuple[PageRef, memoryview]]) -> Iterator[list[_Piece]]:
         """Cut pages into commits."""
         chunk = self.chunk_bytes
-        most = max(1, self.commit_bytes // chunk)
         pieces: list[_Piece] = []
-        room = most
+        room = max(1, self.commit_bytes // chunk)
         for ref, data in pages:
             filling = _Filling(ref, data, chunk_sums(data, chunk))
             first, end = 0, len(filling.sums)
@@ -320,7 +332,7 @@ class Keeper:
                 first, room = first + take, room - take
                 if room == 0:
                     yield pieces
-                    pieces, room = [], most
+                    pieces, room = [], max(1, self.commit_bytes // chunk)
         if pieces:
             yield pieces
 
@@ -425,9 +437,9 @@ class Keeper:
 
     @property
     def commit_bytes(self) -> int:
-        """Most that one commit writes: a part of a small budget, or the pages it frees could not be reused in time."""
+        """Most that one commit writes now: a part of a small budget, or what it frees could not be reused in time."""
         options = self._shared.options
-        return min(options.commit_mib * MIB, max(MIB, options.max_mib * MIB // 16))
+        return min(options.commit_mib * MIB, max(MIB, options.max_mib * MIB // 16), self._pace_bytes)
 
     def _budget_pages(self) -> int:
         return self._shared.options.max_mib * MIB // FILE_PAGE

@@ -81,7 +81,7 @@ class Store:
         `shared` carries injected clocks; its options and identity are replaced.
         """
         shared = replace(shared, options=options, identity=identity) if shared else Shared(options, identity)
-        store = cls(Path(path), shared, trip, sleep)
+        store = cls(Path(path).absolute(), shared, trip, sleep)
         await store._write(store._keeper.open)
         if options.tick_s is not None:
             store._tending = asyncio.create_task(store._tend(options.tick_s), name="store-tick")

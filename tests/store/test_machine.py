@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import shutil
 import tempfile
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from pathlib import Path
 from typing import TypeVar
+from unittest import TestCase
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -189,16 +191,20 @@ class EvictingMachine(StoreMachine):
     EVICTS = True
 
 
-QUICK = settings(
-    max_examples=15, stateful_step_count=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
-)
+def case(machine: type[StoreMachine], examples: int, steps: int) -> type[TestCase]:
+    """A test of the machine; the quick ones are the same every time."""
+    test = type(machine.__name__, (machine.TestCase,), {})
+    test.settings = settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        derandomize=examples < 100,
+    )
+    return test
 
 
-def case(machine: type[StoreMachine]) -> Callable[..., None]:
-    test = machine.TestCase
-    test.settings = QUICK
-    return test  # type: ignore[return-value]
-
-
-TestWithRoom = case(StoreMachine)
-TestWithEviction = case(EvictingMachine)
+TestWithRoom = case(StoreMachine, 15, 25)
+TestWithEviction = case(EvictingMachine, 15, 25)
+TestLongWithRoom = pytest.mark.slow(case(StoreMachine, 300, 60))
+TestLongWithEviction = pytest.mark.slow(case(EvictingMachine, 300, 60))

@@ -89,6 +89,19 @@ async def test_pages_larger_than_a_commit_and_empty_ones(tmp_path: Path) -> None
         await whole(store)
 
 
+async def test_a_slow_disk_gets_smaller_commits(tmp_path: Path) -> None:
+    store = await open_store(tmp_path / "s", 4096)
+    keeper = store._keeper
+    assert keeper.commit_bytes == 64 << 20
+    for _ in range(9):
+        keeper._pace(1000.0)
+    assert keeper.commit_bytes == 4 << 20
+    for _ in range(9):
+        keeper._pace(1.0)
+    assert keeper.commit_bytes == 64 << 20
+    await store.close()
+
+
 async def test_another_identity_never_hits_is_listed_and_can_be_pruned(tmp_path: Path) -> None:
     stale_make = Conversations(identity=OTHER_IDENTITY)
     stale, pinned = stale_make.manifest(b"old", range(20)), stale_make.manifest(b"kept", range(12))
