@@ -137,13 +137,14 @@ class Reader:
     # ---------------------------------------------------------------------------------------------------------- reading
 
     def begin(self, ref: PageRef, allocate: Callable[[int], Buffer]) -> Copy:
-        """Look a page up and get room for it."""
+        """Look a page up, get room for it and copy the first step of it."""
         copy = Copy(ref)
         record = self._step(None, lambda txn: _page(txn, ref.name))
         if record is None or record.hollow:
             copy.missing()
         else:
             copy.page_id, copy.data = record.id, allocate(record.size)
+            self.advance(copy)
         return copy
 
     def advance(self, copy: Copy) -> None:
