@@ -45,7 +45,7 @@ def status(snapshot: dict[str, Any]) -> str:
     """`stratactl status`. Shows what the snapshot has; a daemon of another version may lack members."""
     state = str(snapshot.get("state", "unknown"))
     text = table([(label, words) for label, words in _status_rows(snapshot) if words])
-    lines = [text.replace(state, paint(state, _COLOURS.get(state, _YELLOW)), 1)]
+    lines = [text.replace(state, paint(state, _COLOURS.get(state, _YELLOW)), 1), *_slot_lines(snapshot)]
     if state in ("failed", "restarting"):
         lines += _last_words(_part(snapshot, "engine"))
     return "\n".join(lines)
@@ -60,6 +60,7 @@ def _status_rows(snapshot: dict[str, Any]) -> list[tuple[str, str]]:
         ("engine", _engine_line(_part(snapshot, "engine"))),
         ("requests", _counts(requests, ("running", "queued", "finished", "cancelled", "failed", "refused"))),
         ("rates", _rates(rates)),
+        ("slots", _slots(snapshot)),
         ("serves", ", ".join(f"http://{address}" for address in snapshot.get("listeners") or [])),
         ("settings", value(snapshot["settings"]) if snapshot.get("settings") else ""),
         ("daemon", _daemon(snapshot)),
@@ -97,6 +98,41 @@ def _counts(requests: dict[str, Any], names: tuple[str, ...]) -> str:
 def _rates(rates: dict[str, Any]) -> str:
     known = (("decode", rates.get("decode_tok_s")), ("prompt", rates.get("prompt_tok_s")))
     return ", ".join(f"{name} {rate:.0f} tokens/s" for name, rate in known if rate is not None)
+
+
+def _slot_rows(snapshot: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = snapshot.get("slots")
+    return [row for row in rows if isinstance(row, dict)] if isinstance(rows, list) else []
+
+
+def _slots(snapshot: dict[str, Any]) -> str:
+    """How many slots do what; fewer than asked for is worth a word."""
+    states = [str(row.get("state")) for row in _slot_rows(snapshot)]
+    counts = [f"{states.count(state)} {state}" for state in ("decoding", "reading", "idle") if state in states]
+    concurrency = _part(snapshot, "concurrency")
+    serving, requested = concurrency.get("serving"), concurrency.get("requested")
+    if counts and isinstance(serving, int) and isinstance(requested, int) and serving < requested:
+        counts.append(f"{requested} were asked for")
+    return ", ".join(counts)
+
+
+def _slot_lines(snapshot: dict[str, Any]) -> list[str]:
+    """One line for each slot that works."""
+    busy = [row for row in _slot_rows(snapshot) if row.get("state") in ("reading", "decoding")]
+    return table([_slot(row) for row in busy]).split("\n") if busy else []
+
+
+def _slot(row: dict[str, Any]) -> tuple[str, ...]:
+    rate, seconds = row.get("tok_s"), row.get("elapsed_s")
+    prompt, read = row.get("prompt_tokens", "?"), row.get("prompt_read", "?")
+    reading = row.get("state") == "reading"
+    return (
+        f"  slot {row.get('slot', '?')}",
+        str(row["state"]),
+        f"prompt {read} of {prompt}" if reading else f"prompt {prompt}, {row.get('generated', '?')} new",
+        f"{rate:.0f} tokens/s" if isinstance(rate, int | float) else "",
+        f"for {duration(seconds)}" if isinstance(seconds, int | float) else "",
+    )
 
 
 def _daemon(snapshot: dict[str, Any]) -> str:

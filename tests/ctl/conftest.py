@@ -17,6 +17,28 @@ SNAPSHOT = {
     "engine": {"pid": 4712, "restarts": 0, "info": {"isa": "avx512", "threads": "2", "kv": "int8"}, "stderr": []},
     "requests": {"running": 1, "queued": 0, "finished": 12, "cancelled": 1, "failed": 0, "refused": 0},
     "rates": {"decode_tok_s": 812.3, "prompt_tok_s": None},
+    "concurrency": {"serving": 3, "requested": 4},
+    "slots": [
+        {"slot": 0, "state": "idle", "held_tokens": 900},
+        {
+            "slot": 1,
+            "state": "decoding",
+            "prompt_tokens": 24,
+            "prompt_read": 24,
+            "generated": 130,
+            "elapsed_s": 2.4,
+            "tok_s": 61.2,
+        },
+        {
+            "slot": 2,
+            "state": "reading",
+            "prompt_tokens": 4000,
+            "prompt_read": 512,
+            "generated": 0,
+            "elapsed_s": 71.0,
+            "tok_s": None,
+        },
+    ],
     "listeners": ["127.0.0.1:8080"],
     "settings": {"threads": 2},
 }

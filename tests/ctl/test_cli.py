@@ -33,9 +33,12 @@ model     strata-tiny-moe-Q4_0 (qwen35moe) context 4096
 engine    pid 4712, avx512, 2 threads, kv int8
 requests  1 running, 0 queued, 12 finished, 1 cancelled, 0 failed, 0 refused
 rates     decode 812 tokens/s
+slots     1 decoding, 1 reading, 1 idle, 4 were asked for
 serves    http://127.0.0.1:8080
 settings  threads=2
 daemon    0.1.0, pid 4711, up 2 h 3 min
+  slot 1  decoding  prompt 24, 130 new  61 tokens/s  for 2 s
+  slot 2  reading   prompt 512 of 4000               for 1 min 11 s
 """
 
 

@@ -81,6 +81,12 @@ class ScriptedService:
     def status(self) -> dict[str, object]:
         return self.state
 
+    def metrics(self) -> dict[str, object]:
+        return {"live": {"slots": []}}
+
+    def metrics_text(self) -> str:
+        return "# HELP strata_x X.\n# TYPE strata_x gauge\nstrata_x 1\n"
+
     @property
     def last(self) -> GenRequest:
         """The request that came last."""

@@ -138,3 +138,27 @@ async def test_a_model_file_that_cannot_be_read_is_a_configuration_error(tokens:
     with pytest.raises(ConfigError, match=r"bad\.gguf"):
         await front.start()
     await front.close(0)
+
+
+@pytest.mark.parametrize(
+    ("accept", "json"),
+    [
+        (None, False),
+        ("*/*", False),
+        ("text/html,application/xhtml+xml,*/*;q=0.8", False),
+        ("application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1", False),
+        ("application/json", True),
+        ("Application/JSON; charset=utf-8", True),
+        ("text/plain;q=0.5, application/json;q=0.9", True),
+        ("text/plain, application/json;q=0.9", False),
+        ("application/json;q=0", False),
+    ],
+)
+async def test_metrics_in_the_form_that_is_accepted(server: Server, accept: str | None, json: bool) -> None:
+    response = await server.client.get("/metrics", headers={} if accept is None else {"Accept": accept})
+    assert response.status_code == 200
+    if json:
+        assert response.headers["content-type"] == "application/json" and response.json() == {"live": {"slots": []}}
+    else:
+        assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+        assert response.text.endswith("strata_x 1\n")

@@ -276,3 +276,21 @@ async def test_a_prompt_that_cannot_fit_is_refused_without_encoding_it(
     response = await server.chat(messages=[{"role": "user", "content": "a b " * 100_000}])
     assert response.status_code == 400
     assert "at least" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_what_is_tuned_for_one_request(server: Server, path: str) -> None:
+    body = {"messages": [{"role": "user", "content": "hi"}]} if "chat" in path else {"prompt": "hi"}
+    tune = {"spec_min_p": 0, "spec_p_cum": 0.5, "spec_p_cum_deep": 1, "pcie_frac": 0.5, "aux_cpus": True}
+    assert (await server.client.post(path, json={**body, "strata_tune": tune})).status_code == 200
+    assert server.service.last.tune == {"spec_min_p": 0.0, "spec_p_cum": 0.5, "spec_p_cum_deep": 1.0}
+    assert server.service.last.end_ids == server.service.tokens.end_ids
+    for wrong, name, words in (
+        ({"spec_min_p": 1.5}, "strata_tune.spec_min_p", "from 0 to 1, not 1.5"),
+        ({"spec_p_cum": True}, "strata_tune.spec_p_cum", "a number"),
+        ({"spec_p_cum_deep": "0.5"}, "strata_tune.spec_p_cum_deep", "a number"),
+        ({"spec_p_com": 0.5}, "strata_tune.spec_p_com", "takes spec_min_p, spec_p_cum"),
+        ([], "strata_tune", "an object"),
+    ):
+        error = (await server.client.post(path, json={**body, "strata_tune": wrong})).json()["error"]
+        assert (error["code"], error["param"]) == ("invalid_value", name) and words in error["message"]
