@@ -21,7 +21,7 @@ def kill_many(directory: Path, seed: int, kills: int) -> str:
 
 
 def test_some_kills(quick_path: Path) -> None:
-    assert "killed: " in kill_many(quick_path, seed=1, kills=25)
+    assert "killed: " in kill_many(quick_path, seed=1, kills=15)
 
 
 @pytest.mark.slow

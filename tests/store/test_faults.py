@@ -110,7 +110,7 @@ async def sweep(path: Path, name: str, persistent: bool, stride: int, offset: in
 @pytest.mark.parametrize("name", FAILURES)
 async def test_some_steps_fail(quick_path: Path, name: str, persistent: bool) -> None:
     offset = 7 * list(FAILURES).index(name) + 3 * persistent
-    await sweep(quick_path, name, persistent, stride=211, offset=offset)
+    await sweep(quick_path, name, persistent, stride=307, offset=offset)
 
 
 @pytest.mark.slow
