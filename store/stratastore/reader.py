@@ -8,7 +8,7 @@ checksum is not returned, but reported, and is a miss.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from stratastore import audit
@@ -195,7 +195,7 @@ class Reader:
             file_bytes=self._medium.file_bytes(),
             budget_bytes=self._shared.options.max_mib * MIB,
             stale_conversations=sizes[4],
-            counters=self._counters,
+            counters=replace(self._counters, puts=dict(self._counters.puts)),
         )
 
     def _sizes(self, txn: Txn) -> tuple[int, int, int, int, int]:

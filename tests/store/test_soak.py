@@ -33,7 +33,9 @@ def image(number: int, size: int) -> tuple[Manifest, dict[bytes, bytes]]:
     return Manifest(b"%d" % number, IDENTITY, range(number, number + 500), pages, cost=1.0), data
 
 
-async def cycles(store: Store, count: int, least: int, most: int, budget_mib: int) -> None:
+async def cycles(
+    store: Store, count: int, least: int, most: int, budget_mib: int, slow_commits: float | None = None
+) -> None:
     rng = random.Random(7)
     slowest, biggest, living = 0.0, 0.0, []
     for number in range(count):
@@ -47,7 +49,8 @@ async def cycles(store: Store, count: int, least: int, most: int, budget_mib: in
         biggest = max(biggest, (await store.stats()).file_bytes / budget_mib / MIB)
     stats = await store.stats()
     assert biggest <= 1.25
-    assert stats.counters.commit_ms_most < 1000
+    if slow_commits is not None:
+        assert stats.counters.commit_ms_most < slow_commits
     assert stats.live_bytes > 0.6 * stats.budget_bytes
     assert stats.counters.puts == {"stored": count}
     print(
@@ -66,7 +69,7 @@ async def test_the_file_stays_bounded(quick_path: Path) -> None:
 @pytest.mark.slow
 async def test_five_hundred_cycles_on_disk(tmp_path: Path) -> None:
     async with await open_store(tmp_path / "s", 384) as store:
-        await cycles(store, 500, 6 * MIB, 48 * MIB, 384)
+        await cycles(store, 500, 6 * MIB, 48 * MIB, 384, slow_commits=1000.0)
 
 
 async def test_reading_goes_on_beside_writing_and_compaction(quick_path: Path) -> None:
@@ -99,13 +102,13 @@ async def test_reading_goes_on_beside_writing_and_compaction(quick_path: Path) -
 
 
 async def test_the_loop_is_never_held_up(quick_path: Path) -> None:
-    """Jobs take a writer thread's time, not the loop's: a put of 40 MiB leaves it free to turn."""
-    async with await open_store(quick_path / "s", 128) as store:
-        manifest, data = image(1, 40 * MIB)
+    """Jobs take a writer thread's time, not the loop's: a put of 96 MiB leaves it free to turn."""
+    async with await open_store(quick_path / "s", 256) as store:
+        manifest, data = image(1, 96 * MIB)
         put = asyncio.create_task(store.put_conversation(manifest, lambda ref: data[ref.name]))
         turns = 0
         while not put.done():
             await asyncio.sleep(0.001)
             turns += 1
         assert await put is PutOutcome.STORED
-        assert turns >= 5
+        assert turns >= 3
