@@ -414,6 +414,72 @@ ST_API int st_parse_line(const char *line, int n_vocab, st_request *req, st_erro
 /* Free what the request holds and zero it. */
 ST_API void st_request_free(st_request *req);
 
+/* ---- windows: who takes part, and at what pace (src/window.h) ----------------------------------------------------- */
+
+/* A slot as the policy sees it. */
+typedef struct st_view {
+    int decoding;     /* rows it wants: 1 + drafts; 0 when it does not decode */
+    int reading;      /* prompt tokens left; 0 when it does not read */
+    int until_cut;    /* of these, how many until the read must stop for a checkpoint */
+    double waited_ms; /* since its request came in, or since it last had prompt rows */
+} st_view;
+
+/* State of the pacing between windows. */
+typedef struct st_pace {
+    double stall_target_ms, decode_share;
+    int max_rows;            /* prompt rows of a window at most */
+    double best_rows_per_ms; /* fastest prompt reading seen lately */
+    double debt_ms;          /* decode time owed for prompt rows */
+} st_pace;
+
+ST_API void st_pace_init(st_pace *p, int max_rows, double stall_target_ms, double decode_share);
+/* Rows for each of n slots (in `rows`) of the next window. Returns the number of prompt rows among them. */
+ST_API int st_window_plan(const st_pace *p, const st_view *view, int n, int *rows);
+/* Account for a finished window of `ms` with that many prompt rows of `total` rows; decoders: slots that decode. */
+ST_API void st_pace_account(st_pace *p, double ms, int prompt_rows, int total, int decoders);
+
+/* ---- drafts: how many pay (src/speculate.h) ----------------------------------------------------------------------- */
+
+/* Options: most drafts in a window; the least probability of a draft; the product rule (0 in base: off). */
+typedef struct st_spec_rule {
+    int depth;
+    float min_p, cum_base, cum_deep;
+    int deep_from, deep_at; /* positions between which the product threshold goes from base to deep */
+} st_spec_rule;
+
+/* Threshold of the product of draft probabilities at a position; 0 when the rule is off. */
+ST_API float st_spec_threshold(const st_spec_rule *r, int position);
+/* STRATA_SPEC_PCUM=base[,deep[,d0,d1]] into the rule. -1 and err (usage) when malformed. */
+ST_API int st_spec_parse(const char *text, st_spec_rule *r, st_error *err);
+
+/* Acceptance of one slot: how often draft i was right when all before it were. */
+typedef struct st_acceptance {
+    float right[8]; /* ST_SPEC_DEPTHS: moving averages */
+    int seen[8];    /* drafts each is made of, up to a bound */
+    uint64_t offered, accepted;
+} st_acceptance;
+
+/* Costs on this machine, in milliseconds. */
+typedef struct st_spec_cost {
+    double window_base, window_row; /* a window of r rows is roughly base + row * r */
+    double draft_pass;              /* one draft step of a window */
+    double scale;                   /* how slow the machine is now, as a multiple of `shape` */
+    float shape[64];                /* ST_SPEC_ROWS: a window of r rows at [r - 1], mean */
+    int seen[64];                   /* windows each is made of, up to a bound */
+    int windows, passes;
+} st_spec_cost;
+
+ST_API void st_acceptance_init(st_acceptance *a);
+/* Another text: what was learnt of the last one counts little. */
+ST_API void st_acceptance_renew(st_acceptance *a);
+ST_API void st_acceptance_count(st_acceptance *a, int offered, int accepted);
+ST_API void st_spec_count_window(st_spec_cost *c, int rows, double ms);
+ST_API void st_spec_count_drafts(st_spec_cost *c, int passes, double ms);
+/* Milliseconds of a window of that many rows, as far as is known. */
+ST_API double st_spec_window_ms(const st_spec_cost *c, int rows);
+/* How deep each of the n (at most 65) decoding slots of a window drafts; slot i at most most[i]. */
+ST_API void st_spec_depths(const st_spec_cost *c, st_acceptance *const *a, const int *most, int n, int *depth);
+
 /* ---- memory plan (src/plan.h) ------------------------------------------------------------------------------------ */
 
 typedef struct st_plan_in {

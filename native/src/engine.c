@@ -192,6 +192,7 @@ static void admit(engine *e, st_slot *t, st_request *req) {
     t->read_ms = 0;
     t->start = t->last_rows = now_ms();
     t->rule = rule_of(e, req);
+    st_acceptance_renew(&t->acceptance);
     t->state = ST_SLOT_READING;
     st_slot_prepare(t, e->m, e->cache);
     st_slot_set_cuts(t, &e->cuts);
@@ -479,17 +480,22 @@ static int draft_room(const st_slot *t, int upto) { return t->session->n_draft_b
 
 /* How many drafts each decoding slot gets in the next window. */
 static void choose_depths(engine *e, int *depth) {
-    int decoding = 0;
-    for (int i = 0; i < e->n_all; i++) decoding += e->slots[i].state == ST_SLOT_DECODING;
-    for (int i = 0; i < e->n_all; i++) {
+    st_acceptance *acceptance[ST_MAX_SLOTS + 1];
+    int who[ST_MAX_SLOTS + 1], most[ST_MAX_SLOTS + 1], chosen[ST_MAX_SLOTS + 1], n = 0;
+    memset(depth, 0, (size_t)e->n_all * sizeof *depth);
+    for (int i = 0; e->drafting && i < e->n_all; i++) {
         st_slot *t = &e->slots[i];
-        depth[i] = 0;
-        if (!e->drafting || t->state != ST_SLOT_DECODING) continue;
-        int most = e->rule.depth, left = t->req.max_new - t->generated - 1, room = e->m->shape.max_context - t->n_ids - 1;
-        if (most > left) most = left;
-        if (most > room) most = room;
-        depth[i] = most <= 0 ? 0 : e->o->spec_fixed ? most : st_spec_depth(&e->cost, &t->acceptance, decoding - 1, decoding, most);
-        if (depth[i]) e->worth = 256;
+        if (t->state != ST_SLOT_DECODING || t->n_draft < 0) continue;
+        int left = t->req.max_new - t->generated - 1, room = e->m->shape.max_context - t->n_ids - 1, least = left < room ? left : room;
+        who[n] = i;
+        acceptance[n] = &t->acceptance;
+        chosen[n] = most[n] = least < e->rule.depth ? least : e->rule.depth;
+        n++;
+    }
+    if (!e->o->spec_fixed) st_spec_depths(&e->cost, acceptance, most, n, chosen);
+    for (int i = 0; i < n; i++) {
+        depth[who[i]] = chosen[i];
+        if (chosen[i]) e->worth = 256;
     }
 }
 

@@ -37,7 +37,7 @@ int st_window_plan(const st_pace *p, const st_view *view, int n, int *rows) {
         for (int i = 0; i < n; i++)
             if (view[i].reading && !rows[i] && (best < 0 || urgency(p, &view[i]) < urgency(p, &view[best]))) best = i;
         if (best < 0) break;
-        int want = view[best].until_cut < view[best].reading ? view[best].until_cut : view[best].reading;
+        int cut = view[best].until_cut, want = cut > 0 && cut < view[best].reading ? cut : view[best].reading;
         rows[best] = want < budget ? want : budget;
         budget -= rows[best];
         prompt += rows[best];
