@@ -347,14 +347,15 @@ class Medium:
     def intact(self) -> None:
         """Raises Unfit if the path leads to another file now, or to a shorter one: touching the map may be fatal."""
         self._trip("stat")
+        seen = self._seen_bytes  # before looking: the writer may make the file longer in between
         try:
             found = os.stat(self.path, follow_symlinks=False)
         except OSError as error:
             raise Unfit(_REASONS.get(error.errno or 0, Reason.IO_ERROR), str(self.path)) from None
         if (found.st_dev, found.st_ino) != self._file:
             raise Unfit(Reason.DELETED, f"{self.path} is another file now")
-        if found.st_size < self._seen_bytes:
-            raise Unfit(Reason.TRUNCATED, f"{found.st_size} bytes of {self._seen_bytes}")
+        if found.st_size < seen:
+            raise Unfit(Reason.TRUNCATED, f"{found.st_size} bytes of {seen}")
 
     def _remember(self) -> None:
         found = os.stat(self.path, follow_symlinks=False)
