@@ -25,7 +25,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from stratad.child import Effects
 from stratad.engine_protocol import (
@@ -106,6 +106,7 @@ class Scheduler:
         self._idle = asyncio.Event()  # nothing that began is unfinished
         self._idle.set()
         self._down_since: float | None = None
+        self._info: Mapping[str, str] = {}  # of the engine that runs, or of the last one
         self.draining = False
         self.tally = Tally()
 
@@ -261,14 +262,12 @@ class Scheduler:
         if waiting is None or self._broken or self.draining or not self._lanes or not self._may_yield():
             return
         generation, unread = waiting
-        lane = max(self._lanes, key=lambda one: one.leg.unread if one.leg is not None else 0)
-        leg = lane.leg
-        if leg is None or leg.unread < max(LEAST_UNREAD, 2 * unread):
-            return
-        if leg.end_by is None and leg.generation.yields < MOST_YIELDS:
+        legs = [(lane.leg.unread, lane.slot, lane.leg) for lane in self._lanes if _may_give_way(lane.leg)]
+        left, slot, leg = max(legs, default=(0, 0, None), key=lambda one: one[0])
+        if leg is not None and left >= max(LEAST_UNREAD, 2 * unread):
             leg.generation.yields += 1
             leg.yield_for = generation
-            self.engine.send(format_line(SlotYield(lane.slot)))
+            self.engine.send(format_line(SlotYield(slot)))
 
     def _may_yield(self) -> bool:
         """One at a time; not beside a free slot or a suspect; and without a cache the read would be lost."""
@@ -307,8 +306,21 @@ class Scheduler:
         """The engine takes requests: go on with those that ran, then with those that wait."""
         self._down_since = None
         self._broken = False
+        self._compare_engines(facts)
         self._lanes = [Lane(slot) for slot in range(slots_of(facts))]
         self._pump()
+
+    def _compare_engines(self, facts: EngineFacts) -> None:
+        """Another model does not know the ids of what waits; other numbers would end an answer as it had not begun."""
+        before, self._info = self._info, facts.info
+        names = ("fingerprint", "identity")
+        changed = {name for name in names if before.get(name, "") not in ("", facts.info.get(name))}
+        if "fingerprint" in changed:
+            self._fail_all("engine_down", "another model is served now; send the request again")
+        elif "identity" in changed:
+            text = "the answer was cut off: the engine was started again with settings that change answers"
+            for generation in [one for one in self._front if one.record.output]:
+                self._fail(self._from_front(generation), StrataError("engine_failed", text))
 
     def engine_answers(self, answers: list[Answer]) -> None:
         """Lines of slots, as many as came together; ends of requests start the next ones."""
@@ -652,6 +664,10 @@ def slots_of(facts: EngineFacts) -> int:
     """Slots that the engine runs; one where it does not say."""
     text = facts.info.get("batch_slots", "")
     return max(1, int(text)) if text.isascii() and text.isdecimal() else 1
+
+
+def _may_give_way(leg: Leg | None) -> TypeGuard[Leg]:
+    return leg is not None and leg.end_by is None and leg.generation.yields < MOST_YIELDS
 
 
 def _suspect(generation: ScheduledGeneration) -> bool:

@@ -29,7 +29,7 @@ from stratad.lanes import chunk_allowance, silence_allowance
 from stratad.scheduler import ENGINE_REFUSALS, OUT_OF_STEP, PROBATION, Scheduler
 from stratad.settings import BY_NAME, Effective, Settings
 from stratad.supervisor import EngineState, Supervisor
-from stratad.types import Done, Event, GenRequest, Progress, Sampling, Token
+from stratad.types import Done, EngineFacts, Event, GenRequest, Progress, Sampling, Token
 
 from tests.daemon.slot_engine import PaperEngine, facts
 from tests.daemon.virtual import VirtualTime, World, settle
@@ -601,6 +601,34 @@ async def test_the_next_engine_may_have_fewer_slots() -> None:
             case.tokens(number)
             case.done()
         assert [ids(await collect(generation)) for generation in generations] == [[1], [10], [20]]
+
+
+@pytest.mark.parametrize(
+    ("info", "go_on"),
+    [
+        ({"fingerprint": "f", "identity": "i"}, {"cut off", "begun", "waiting"}),
+        ({"fingerprint": "f", "identity": "j"}, {"begun", "waiting"}),
+        ({"fingerprint": "g", "identity": "j"}, set()),
+    ],
+    ids=["the same", "other numbers", "another model"],
+)
+async def test_what_goes_on_when_the_next_engine_is_another_one(info: dict[str, str], go_on: set[str]) -> None:
+    async with running() as case:
+        case.down()
+        case.engine.facts = EngineFacts(4096, {"batch_slots": "2", "fingerprint": "f", "identity": "i"})
+        case.up()
+        generations = {name: case.scheduler.submit(ask(n)) for n, name in enumerate(("cut off", "begun", "waiting"))}
+        case.tokens(5)
+        case.down()
+        case.engine.facts = EngineFacts(4096, {"batch_slots": "3", **info})
+        case.up()
+        assert {name for name, generation in generations.items() if not generation.ended} == go_on
+        for name, generation in generations.items():
+            if name in go_on:
+                await generation.cancel()
+            else:
+                with pytest.raises(StrataError, match=r"another model|settings that change answers"):
+                    await collect(generation)
 
 
 async def test_suspects_run_alone_one_after_the_other_until_they_are_above_suspicion() -> None:

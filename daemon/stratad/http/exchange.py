@@ -177,10 +177,12 @@ class _Exchange:
         if done is None:
             return None
         read = max(0, done.prompt_tokens - done.reused)
+        drafts = {"draft_n": done.drafts_offered, "draft_n_accepted": done.drafts_accepted}
         return {
             "cache_n": done.reused,
             **_timing("prompt", read, done.prompt_ms),
             **_timing("predicted", done.generated, done.decode_ms),
+            **(drafts if done.drafts_offered else {}),
         }
 
 

@@ -11,7 +11,7 @@ import pytest
 from stratad.errors import StrataError
 from stratad.http import exchange
 from stratad.model_file import Model
-from stratad.types import Progress, Token
+from stratad.types import Done, Progress, Token
 
 from tests.daemon.http.conftest import Server, until
 from tests.daemon.scripted import IDENTITY
@@ -76,6 +76,7 @@ async def test_order_of_a_stream(server: Server) -> None:
     assert all(chunk["choices"][0]["finish_reason"] is None for chunk in (first, *texts))  # type: ignore[index]
     assert last["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}
     assert last["timings"]["predicted_n"] == len(server.service.steps)
+    assert "draft_n" not in last["timings"]
     assert usage["choices"] == []
     assert usage["usage"]["completion_tokens"] == len(server.service.steps)
     heads = {(e["id"], e["object"], e["created"], e["model"]) for e in events[:-1] if isinstance(e, dict)}
@@ -258,3 +259,9 @@ async def test_a_model_without_a_template_chats_not_at_all(server: Server, model
     response = await server.chat()
     assert (response.status_code, response.json()["error"]["code"]) == (400, "template_failed")
     assert "/v1/completions" in response.json()["error"]["message"]
+
+
+async def test_drafts_are_told_where_there_were_any(server: Server) -> None:
+    server.service.steps = [Token(5), Done("length", 1, 4, 0, 1.0, 2.0, drafts_offered=9, drafts_accepted=7)]
+    timings = (await server.chat()).json()["timings"]
+    assert (timings["draft_n"], timings["draft_n_accepted"]) == (9, 7)
