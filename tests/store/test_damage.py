@@ -186,3 +186,43 @@ async def test_rot_under_the_running_store(tmp_path: Path) -> None:
             assert await put.commit() is PutOutcome.STORED
         assert await contents(store, SHARED[0].key) == [MAKE.data(page) for page in SHARED[0].pages]
         assert (await whole(store)).hollow_pages == 0
+
+
+async def test_a_value_whose_head_is_wrong_is_not_given_to_lmdb_to_free(tmp_path: Path) -> None:
+    """LMDB would believe the head, and free another page's pages: it is better to begin anew."""
+    await rot.make(tmp_path)
+    async with await open_store(tmp_path, chunk_kib=rot.CHUNK_KIB) as store:
+        data = (tmp_path / "store.mdb").read_bytes()
+        one, two = (data.find(MAKE.data(ref)[:1000]) - 16 for ref in SHARED[0].pages[:3:2])
+        assert one % 4096 == two % 4096 == 0
+        with (tmp_path / "store.mdb").open("r+b") as file:
+            file.seek(one)
+            file.write(data[two : two + 16] + b"rotten")
+        pages = await contents(store, SHARED[0].key)
+        assert pages is not None
+        assert pages[0] is None
+        await store.tick()
+        counters = (await store.stats()).counters
+        assert (counters.bad_pages, counters.discarded_files, str(store.state)) == (1, 1, "ok")
+        assert await store.list() == []
+        assert await store.put_conversation(SHARED[0], MAKE.data) is PutOutcome.STORED
+        await whole(store)
+
+
+async def test_a_page_lost_during_a_put_makes_it_incomplete(tmp_path: Path) -> None:
+    await rot.make(tmp_path)
+    async with await open_store(tmp_path, chunk_kib=rot.CHUNK_KIB) as store:
+        await store.drop(SHARED[1].key)
+        async with store.put(SHARED[1]) as put:
+            ref, at = await largest(store, tmp_path)
+            assert ref in SHARED[1].pages
+            assert ref not in [SHARED[1].pages[index] for index in put.missing]
+            with (tmp_path / "store.mdb").open("r+b") as file:
+                file.seek(at + 100)
+                file.write(b"rotten")
+            assert [data async for _, data in store.read_pages([ref])] == [None]
+            for index in put.missing:
+                await put.write(index, MAKE.data(SHARED[1].pages[index]))
+            assert await put.commit() is PutOutcome.INCOMPLETE
+        assert await store.get(SHARED[1].key) is None
+        await whole(store)
