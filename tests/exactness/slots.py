@@ -15,7 +15,18 @@ from typing import Any
 
 from tests.native.driver import MODEL, Engine, Refused
 
-BDONE = "generated finish ms accepted offered prompt_tokens reused prompt_ms decode_ms prompt_tokens_read".split()
+_DONE = ["prompt_tokens", "prompt_ms", "decode_ms", "finish", "accepted", "offered", "reused"]
+_BDONE = [
+    "finish",
+    "ms",
+    "accepted",
+    "offered",
+    "prompt_tokens",
+    "reused",
+    "prompt_ms",
+    "decode_ms",
+    "prompt_tokens_read",
+]
 HIDDEN = -1  # the slot of GEN, whose lines carry no tag
 ENGINE_KEYS = frozenset({"ckpt", "pin", "spec_min_p", "spec_p_cum", "spec_p_cum_deep"})  # without a say in the text
 
@@ -95,11 +106,9 @@ class Stream:
             assert self.admitted and len(self.texts) < self.request.max_new
             self.texts.append(" ".join(rest))
         elif word == "BDONE":
-            assert len(rest) == len(BDONE), rest
-            self._end(dict(zip(BDONE, rest, strict=True)))
+            self._end(dict(zip(["generated", *_BDONE], rest, strict=True)))
         elif word == "DONE":
-            names = "generated prompt_tokens prompt_ms decode_ms finish accepted offered reused".split()
-            self._end({**dict(zip(names, rest, strict=False)), "prompt_tokens_read": rest[13]})
+            self._end({**dict(zip(["generated", *_DONE], rest, strict=False)), "prompt_tokens_read": rest[13]})
         else:
             raise AssertionError(f"slot {self.slot}: {word} {rest}")
 

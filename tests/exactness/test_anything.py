@@ -40,6 +40,15 @@ BAD_LINES = {
 }
 
 
+ENGINE_WISHES: dict[str, list[float]] = {
+    "ckpt": [0, 1],
+    "pin": [1, 64, 100],
+    "spec_min_p": [0, 0.3],
+    "spec_p_cum": [0.1],
+    "spec_p_cum_deep": [0.9],
+}
+
+
 @dataclass
 class Chaos:
     """Does one thing after another; remembers every request and every error that must come."""
@@ -67,13 +76,7 @@ class Chaos:
             ids = [*old.request.ids, *(more if rng.random() < 0.7 else [])]
             req = request(ids, rng.randrange(1, 40), **self.world.keys(rng))
         keys = dict(req.keys)
-        for name, values in {
-            "ckpt": [0, 1],
-            "pin": [1, 64, 100],
-            "spec_min_p": [0, 0.3],
-            "spec_p_cum": [0.1],
-            "spec_p_cum_deep": [0.9],
-        }.items():
+        for name, values in ENGINE_WISHES.items():
             if rng.random() < 0.2:
                 keys[name] = rng.choice(values)
         return Request(req.ids, req.max_new, tuple(keys.items()))
@@ -169,9 +172,10 @@ def anything(world: World, seed: int, requests: int) -> None:
     rng = random.Random(seed)
     places, blocks = rng.randrange(1, 9), rng.choice([0, 6, 6, 8, 20])
     mib = rng.choice([0, 1, 64])
-    args = ("--parallel", places, "--pool-blocks", blocks, "--prompt-cache-mib", mib, "--max-context", CONTEXT)
-    args += ("--chunk", rng.choice([1, 5, 32, 512]), "--spec", rng.choice([0, 2, 5, 8]), "--threads", rng.choice([1, 2]))
-    args += ("--spec-min-p", rng.choice([0, 0.5]), "--prompt-cache-every", rng.choice([0, 40]))
+    args: list[str | float] = ["--parallel", places, "--pool-blocks", blocks, "--prompt-cache-mib", mib]
+    args += ["--max-context", CONTEXT, "--prompt-cache-every", rng.choice([0, 40]), "--threads", rng.choice([1, 2])]
+    args += ["--chunk", rng.choice([1, 5, 32, 512]), "--spec", rng.choice([0, 2, 5, 8])]
+    args += ["--spec-min-p", rng.choice([0, 0.5])]
     with world.slots(*args, *(["--spec-fixed"] if rng.random() < 0.5 else [])) as slots:
         chaos = Chaos(world, slots, rng, places)
         chaos.run(requests)

@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
@@ -46,7 +47,7 @@ def embedded_eight(world: World) -> list[Request]:
     rng = random.Random(5)
     prompts = [list(p.ids) for p in PROMPTS]
     prompts += [p + world.words(rng, 20) for p in prompts[:2]]
-    wishes = [
+    wishes: list[dict[str, Any]] = [
         {"temperature": 0, "logprobs": 2},
         {"temperature": 6, "seed": 5},
         {"temperature": 4, "top_p": 0.9, "seed": -7, "penalty_repeat": 1.2, "penalty_last_n": 32, "logprobs": 1},
@@ -126,7 +127,9 @@ def test_a_long_prompt_is_read_beside_two_streams(world: World, chunk: int) -> N
         slots.finish()
         world.oracle.check(reader)
         for s in streams:  # their first 150 tokens: the oracle need not say them all
-            short = Stream(s.slot, Request(s.request.ids, 150, s.request.keys), s.texts[:150], done={"finish": "cancel"})
+            short = Stream(
+                s.slot, Request(s.request.ids, 150, s.request.keys), s.texts[:150], done={"finish": "cancel"}
+            )
             world.oracle.check(short)
 
 

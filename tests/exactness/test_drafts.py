@@ -13,7 +13,7 @@ from tests.exactness.worlds import World
 SLOW = pytest.mark.slow
 
 
-def four(world: World, *args: str | int, env: dict[str, str] | None = None, **keys: Any) -> list[Stream]:
+def four(world: World, *args: str | float, env: dict[str, str] | None = None, **keys: Any) -> list[Stream]:
     """Four conversations beside one another, and one in GEN; each must say what it says alone."""
     rng = random.Random(11)
     with world.slots("--parallel", 4, *args, env=env) as slots:

@@ -1,4 +1,4 @@
-"""Neither threads, kernels and chunks nor a pool that is too small change an answer, nor does the end of the context."""
+"""Threads, kernels, chunks, a pool that is too small and the end of the context: none of them changes an answer."""
 
 from __future__ import annotations
 

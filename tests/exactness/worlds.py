@@ -32,7 +32,7 @@ class World:
         """Keys under which no answer ends by itself."""
         return {"logit_bias": ",".join(f"{i}:-1000" for i in self.ends)} if self.ends else {}
 
-    def slots(self, *args: str | int | Path, env: dict[str, str] | None = None) -> Slots:
+    def slots(self, *args: str | float | Path, env: dict[str, str] | None = None) -> Slots:
         """An engine on this model."""
         return Slots(*map(str, args), model=self.model, env=env)
 

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from strata_native import ffi, lib
 
 MIB = 1 << 20
-TINY = {"weights": 34 * MIB, "slot_fixed": 3 * MIB, "block": 33 << 10, "draft_block": 8 << 10, "slots": 8, "max_context": 4096}
+TINY = {
+    "weights": 34 * MIB,
+    "slot_fixed": 3 * MIB,
+    "block": 33 << 10,
+    "draft_block": 8 << 10,
+    "slots": 8,
+    "max_context": 4096,
+}
 
 
 def plan(**values: int) -> Any:

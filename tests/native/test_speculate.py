@@ -43,7 +43,8 @@ def test_no_rule_has_no_threshold() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x", "0.5,", "0.5,0.2,", "0.5,0.2,10", "0.5,0.2,10,", "0.5,0.2,10,5", "1.5", "-0.1", "nan", "0.5 ", "0.5,2"]
+    "text",
+    ["", "x", "0.5,", "0.5,0.2,", "0.5,0.2,10", "0.5,0.2,10,", "0.5,0.2,10,5", "1.5", "-0.1", "nan", "0.5 ", "0.5,2"],
 )
 def test_a_malformed_rule_is_refused_with_what_is_wanted(text: str) -> None:
     with pytest.raises(ValueError, match=r"base\[,deep\[,d0,d1\]\]") as caught:
@@ -167,7 +168,10 @@ def test_it_tries_again_when_the_text_may_have_changed() -> None:
     simulation = Simulation(1)
     simulation.rate(machine, TEXTS["hopeless"], 1500)
     simulation.rate(machine, TEXTS["predictable"], 1500)  # the same request goes on
-    assert simulation.rate(machine, TEXTS["predictable"], 500) >= NEARLY * best_fixed(machine, TEXTS["predictable"], 1, 8)[0]
+    assert (
+        simulation.rate(machine, TEXTS["predictable"], 500)
+        >= NEARLY * best_fixed(machine, TEXTS["predictable"], 1, 8)[0]
+    )
 
 
 def test_a_new_request_is_judged_by_itself() -> None:

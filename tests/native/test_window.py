@@ -106,7 +106,7 @@ def test_the_fastest_rate_is_kept_and_slowly_forgotten() -> None:
     assert p.best_rows_per_ms == pytest.approx(1.0, rel=0.01)
 
 
-SLOT = st.one_of(
+SLOT: st.SearchStrategy[dict[str, float]] = st.one_of(
     st.just({}),
     st.integers(1, 9).map(decoding),
     st.builds(reading, st.integers(1, 100000), st.integers(0, 100000), st.floats(0, 1e7)),
