@@ -397,7 +397,7 @@ def test_watch_redraws_a_terminal(daemon: Daemon) -> None:
     def change(text: str) -> bool:
         if "up 2 h" in text:
             daemon.service.snapshot["state"] = "draining"
-        return text.count("3 min\r\n") == 2
+        return text.count("11 s\r\n") == 2
 
     text = on_terminal(["--socket", daemon.path, "status", "--watch"], change, NO_COLOR="1")
     assert text == STATUS + f"\x1b[{STATUS.count(chr(10))}A\x1b[J" + STATUS.replace("ready", "draining")

@@ -207,6 +207,6 @@ class Everything(RuleBasedStateMachine):
 
 
 Everything.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=80, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestEverything = Everything.TestCase
