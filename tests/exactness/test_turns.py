@@ -64,6 +64,20 @@ def test_the_next_turn_in_another_slot_starts_from_the_checkpoint(world: World, 
     world.oracle.check(first, other, own)
 
 
+def test_what_a_slot_held_is_kept_for_others_though_it_ended_amid_drafts(moe: World) -> None:
+    """An answer that ends with accepted drafts leaves them still to be replayed; the checkpoint must hold them."""
+    rng = random.Random(8)
+    streams: list[Stream] = []
+    with moe.slots("--parallel", 2, "--spec", 8, "--spec-fixed", "--spec-min-p", 0) as slots:
+        for length in range(20, 36):
+            first = slots.run(0, request(moe.conversation(rng), length, temperature=0, **moe.endless))
+            slots.run(0, request(moe.conversation(rng), 2))
+            second = slots.run(1, next_turn(moe, rng, first, first.tokens))
+            assert second.resumed == len(first.request.ids) + len(first.texts) - 1
+            streams += [first, second]
+    moe.oracle.check(*streams)
+
+
 def test_a_regenerated_answer_reads_only_the_turn_again(world: World) -> None:
     rng = random.Random(4)
     with world.slots("--parallel", 2) as slots:
