@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from strata_native.errors import StrataNativeError
 from strata_native.evaluate import Evaluator
-from stratad.tokens import Tokens
+from stratad.tokens import Tokens, VocabularyError
 
+from tests.bench.engine import BenchError
 from tests.bench.peer import find_peer
 from tests.bench.servers import Server, peer_server
 from tests.native.driver import MODEL
@@ -33,6 +35,7 @@ TOKENS = 64
 CLEAR_GAP = 0.5  # nats between llama.cpp's first and second token
 REQUIRED = 0.99
 CONTEXT = 2048
+REPLY_S = 900  # the peer's threads spin: on a busy machine it takes minutes for what takes a second
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ def write_on(server: Server, prompt: Sequence[int]) -> list[Step]:
     request = urllib.request.Request(
         f"http://127.0.0.1:{server.port}/completion", json.dumps(body).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=300) as reply:
+    with urllib.request.urlopen(request, timeout=REPLY_S) as reply:
         answer: dict[str, Any] = json.load(reply)
     steps = []
     for entry in answer["completion_probabilities"]:
@@ -123,13 +126,20 @@ def measure(model: Path, server: Server, kv: str = "int8") -> Agreement:
 
 
 def main() -> int:
-    """Measure the models named, or the embedded one; 1 when one of them agrees too seldom."""
+    """Measure the models named, or the embedded one; 1 when one agrees too seldom, 2 when nothing is measured."""
+    try:
+        return compare([Path(a) for a in sys.argv[1:]] or [MODEL])
+    except (BenchError, StrataNativeError, VocabularyError, OSError) as error:
+        print(f"llama_agreement: {error}", file=sys.stderr)
+        return 2
+
+
+def compare(models: Sequence[Path]) -> int:
     peer = find_peer(os.environ)
     if peer is None:
-        print("no peer: set STRATA_BENCH_PEER to a folder with llama-server", file=sys.stderr)
-        return 2
+        raise BenchError("no peer: set STRATA_BENCH_PEER to a folder with llama-server")
     failed = False
-    for model in [Path(a) for a in sys.argv[1:]] or [MODEL]:
+    for model in models:
         with peer_server(peer, model, 2, 1, CONTEXT) as server:
             result = measure(model, server)
         print(f"{model.name}: {result}", flush=True)
