@@ -54,6 +54,9 @@ def snapshot(
     }
 
 
+SILENT_S, IDLE_SILENT_S = 5, 60  # silence worth a word; an idle engine speaks only when it is asked, every half minute
+
+
 def state_word(supervisor: Supervisor, scheduler: Scheduler) -> str:
     """The daemon's state: the engine's, unless it drains."""
     if scheduler.draining and supervisor.state is EngineState.READY:
@@ -68,7 +71,7 @@ def state_detail(supervisor: Supervisor, scheduler: Scheduler) -> str:
     if supervisor.state is EngineState.LOADING and supervisor.load_percent is not None:
         return f"loading the model, {supervisor.load_percent} %"
     silent = supervisor.silent_s
-    if silent is not None and silent > 5:
+    if silent is not None and silent > (SILENT_S if scheduler.running else IDLE_SILENT_S):
         return f"the engine has been silent for {silent:.0f} s"
     if scheduler.draining and scheduler.running:
         return "waiting for running answers to end"

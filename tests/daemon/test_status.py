@@ -55,6 +55,8 @@ async def test_the_snapshot_in_every_state() -> None:
         [{"slot": slot, "state": "idle", "held_tokens": 0} for slot in (0, 1)],
     )
 
+    await case.world.time.advance(20)
+    assert case.now()["state_detail"] == ""  # an idle engine has nothing to say
     case.scheduler.submit(GenRequest((1, 2), 5, Sampling()))
     await case.world.time.advance(20)
     assert case.now()["state_detail"] == "the engine has been silent for 20 s"
