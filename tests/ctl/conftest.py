@@ -51,3 +51,10 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
         made.service.ready()
         made.service.snapshot = dict(SNAPSHOT)
         yield made
+
+
+@pytest.fixture
+def no_daemon_here() -> None:
+    """For tests of what is found without --socket: a daemon that runs in this checkout would be found first."""
+    if (Path(__file__).parents[2] / ".run" / "control.sock").exists():
+        pytest.skip("a daemon runs in this checkout (make run)")

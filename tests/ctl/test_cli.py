@@ -228,6 +228,7 @@ def test_a_daemon_that_hangs_up(tmp_path: Path) -> None:
     assert done.returncode == 3 and "hung up" in done.stderr
 
 
+@pytest.mark.usefixtures("no_daemon_here")
 def test_without_a_socket_option_all_places_are_named(tmp_path: Path) -> None:
     done = stratactl("status", XDG_RUNTIME_DIR=str(tmp_path))
     assert done.returncode == 3

@@ -35,6 +35,7 @@ def test_the_systems_place_is_where_the_service_puts_it(monkeypatch: pytest.Monk
     assert str(control_socket(Settings(), {})) == SYSTEM
 
 
+@pytest.mark.usefixtures("no_daemon_here")
 def test_the_option_beats_the_variable_and_the_variable_the_places(daemon: Daemon, tmp_path: Path) -> None:
     with running(tmp_path / "strata" / "control.sock") as users:
         users.service.snapshot = {"state": "users"}
