@@ -15,7 +15,7 @@ help: ## show this list
 
 $(VENV)/.ready:
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check scikit-build-core cffi
+	$(BIN)/pip install -q --disable-pip-version-check scikit-build-core cffi setuptools wheel
 	@touch $@
 
 venv: $(VENV)/.ready
