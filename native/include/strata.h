@@ -420,23 +420,34 @@ ST_API void st_request_free(st_request *req);
 typedef struct st_view {
     int decoding;     /* rows it wants: 1 + drafts; 0 when it does not decode */
     int reading;      /* prompt tokens left; 0 when it does not read */
+    int depth;        /* position of the first of them */
     int until_cut;    /* of these, how many until the read must stop for a checkpoint */
     double waited_ms; /* since its request came in, or since it last had prompt rows */
 } st_view;
 
+/* Sums over the windows of late, older ones fading: prompt rows, and by row its depth, its ms, and their products. */
+typedef struct st_pace_line {
+    double n, depth, ms, depth2, depth_ms;
+} st_pace_line;
+
 /* State of the pacing between windows. */
 typedef struct st_pace {
     double stall_target_ms, decode_share;
-    int max_rows;            /* prompt rows of a window at most */
-    double best_rows_per_ms; /* fastest prompt reading seen lately */
-    double debt_ms;          /* decode time owed for prompt rows */
+    int max_rows;     /* prompt rows of a window at most */
+    int tried;        /* most prompt rows whose time is known */
+    double row_ms;    /* a prompt row at position 0 */
+    double deeper;    /* what each position adds to that, as a share of it */
+    double decode_ms; /* a window that only decodes */
+    double debt_ms;   /* decode time owed for prompt rows; below 0: decoded ahead */
+    st_pace_line line;
 } st_pace;
 
 ST_API void st_pace_init(st_pace *p, int max_rows, double stall_target_ms, double decode_share);
 /* Rows for each of n slots (in `rows`) of the next window. Returns the number of prompt rows among them. */
 ST_API int st_window_plan(const st_pace *p, const st_view *view, int n, int *rows);
-/* Account for a finished window of `ms` with that many prompt rows of `total` rows; decoders: slots that decode. */
-ST_API void st_pace_account(st_pace *p, double ms, int prompt_rows, int total, int decoders);
+/* Account for a finished window of `ms` with that many prompt rows at the mean position `depth`, and `decoders` slots that
+ * decoded. */
+ST_API void st_pace_account(st_pace *p, double ms, int prompt_rows, double depth, int decoders);
 
 /* ---- drafts: how many pay (src/speculate.h) ----------------------------------------------------------------------- */
 

@@ -301,6 +301,7 @@ static st_view view_of(engine *e, st_slot *t, double now, int modest) {
     } else if (t->state == ST_SLOT_READING) {
         t->parked = 0;
         v.reading = t->n_ids - t->session->n;
+        v.depth = t->session->n;
         v.until_cut = st_slot_until_cut(t);
         v.waited_ms = now - t->last_rows;
         if (t->n_ids > t->n_prompt) v.until_cut = v.reading; /* read again after parking: no cuts */
@@ -506,6 +507,7 @@ typedef struct members {
     st_run run[ST_MAX_SLOTS + 1];
     int first[ST_MAX_SLOTS + 1], kept[ST_MAX_SLOTS + 1], logit[ST_MAX_SLOTS + 1]; /* first row; rows that stay; first wanted row */
     int n, rows, prompt_rows, decoders;
+    double depth; /* sum over the prompt rows of their positions */
 } members;
 
 /* The drafter after a window: rows from target states for the tokens that stay, then the drafts of the next window. */
@@ -594,8 +596,10 @@ static void gather(engine *e, members *w) {
         w->first[w->n] = w->rows;
         w->run[w->n++] = (st_run){t->session, t->ids + t->session->n, rows[order[i]], reading ? rows[order[i]] : 1};
         w->rows += rows[order[i]];
-        w->prompt_rows += reading ? rows[order[i]] : 0;
         w->decoders += !reading;
+        if (!reading) continue;
+        w->prompt_rows += rows[order[i]];
+        w->depth += rows[order[i]] * (t->session->n + 0.5 * rows[order[i]]);
     }
 }
 
@@ -660,7 +664,6 @@ static void window(engine *e) {
     e->window_ms = now_ms() - start;
     e->windows++;
     e->rows += (uint64_t)w.rows;
-    st_pace_account(&e->pace, e->window_ms, w.prompt_rows, w.rows, w.decoders);
     if (!w.prompt_rows) st_spec_count_window(&e->cost, w.rows, e->window_ms);
     for (int i = 0; i < w.n; i++) settle_run(e, &w, i);
     if (e->drafting) run_drafter(e, &w);
@@ -672,6 +675,8 @@ static void window(engine *e) {
         checkpoint(e, t);
         if (t->n_draft < 0) finish(e, t, end_word(t->stop));
     }
+    /* With sampling, drafting and checkpoints: all that a stream waits for. */
+    st_pace_account(&e->pace, now_ms() - start, w.prompt_rows, w.prompt_rows ? w.depth / w.prompt_rows : 0.0, w.decoders);
 }
 
 /* ---- start and end ------------------------------------------------------------------------------------------ */
