@@ -13,14 +13,13 @@ import tests.bench
 from tests.bench import kernels, serving, slots, speed
 from tests.bench.chart import svg
 from tests.bench.engine import BenchError
-from tests.bench.machine import ROOT, Company, facts, load, priority
+from tests.bench.machine import EMBEDDED, ROOT, Company, facts, load, priority
 from tests.bench.peer import Peer, find_peer
 from tests.bench.readme import replace_section
 from tests.bench.report import ModelReport, Report, markdown, readme_section
 from tests.bench.spread import Plan, Watch
 from tests.bench.subject import Subject
 
-EMBEDDED = ROOT / "native" / "models" / "strata-tiny-moe-Q4_0.gguf"
 RESULTS = Path(__file__).parent / "results"
 SECTIONS = ("engine", "slots", "http", "kernels")
 COUNTS = (1, 2, 4, 8)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+EMBEDDED = ROOT / "native" / "models" / "strata-tiny-moe-Q4_0.gguf"
 TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 POLL_S = 0.25
 FEATURES = ("avx2", "fma", "avx_vnni", "avx512f", "avx512bw", "avx512_vnni", "avx512_bf16", "amx_int8")
