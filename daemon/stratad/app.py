@@ -20,6 +20,7 @@ import sdnotify  # type: ignore[import-untyped]
 from stratad import config, logs
 from stratad import metrics as figures
 from stratad.child import Command, Effects, real_effects
+from stratad.errors import StrataError
 from stratad.generation import ScheduledGeneration
 from stratad.launch import check_places, engine_command
 from stratad.lock import StateLock
@@ -110,6 +111,7 @@ class Daemon:
         self._notifier = Notifier()
         self._end = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._news = asyncio.Event()  # set, and replaced, when the engine's state changes
         self._serving = self._announced = False
         self.front: Front | None = None
         self.storage = Storage(self.settings, self.environ, self._effects.now)
@@ -154,6 +156,24 @@ class Daemon:
         self.storage.refresh()
         uptime = self._effects.now() - self._started
         return figures.View(self.settings, self.supervisor, self.scheduler, self.storage, uptime)
+
+    async def restart_engine(self) -> None:
+        """See `stratad.types.Service.restart_engine`."""
+        if self._end.is_set():
+            raise StrataError("draining", "the server is stopping")
+        problems = check_places(self.settings.after("engine-restart"))
+        if problems:  # the running engine is better than none
+            raise StrataError("invalid_value", "; ".join(map(str, problems)), param="configuration")
+        news = self._news
+        await self.supervisor.restart()
+        await news.wait()
+        while self.supervisor.state is not EngineState.READY:
+            if self.supervisor.state is EngineState.FAILED:
+                raise StrataError("engine_down", f"the engine does not run: {self.supervisor.reason}")
+            if self._end.is_set():
+                raise StrataError("draining", "the server is stopping")
+            news = self._news
+            await news.wait()
 
     # -- start
 
@@ -221,6 +241,8 @@ class Daemon:
 
     def _changed(self) -> None:
         """The engine's state changed: tell systemd, and end if the very first start was hopeless."""
+        news, self._news = self._news, asyncio.Event()
+        news.set()
         state = self.supervisor.state
         if state is EngineState.READY and self.supervisor.facts is not None:
             self.storage.engine_ready(self.supervisor.facts)

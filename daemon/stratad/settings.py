@@ -481,6 +481,12 @@ class Settings:
             if old.pending is not None and row.applies == restart:
                 self._values[row.name] = Effective(*old.pending)
 
+    def after(self, restart: Applies) -> Settings:
+        """What would be in force after this kind of restart."""
+        found = Settings(self._values)
+        found.adopt(restart)
+        return found
+
     def describe(self) -> list[dict[str, object]]:
         """One row per setting for `stratactl get`, the manual and completion (JSON-ready values)."""
         return [_describe(row, self._values[row.name]) for row in SETTINGS]
