@@ -2,8 +2,8 @@
 
 Order of the start: the state directory is locked and every address is bound before the model is loaded, so that a
 second daemon or a taken port costs nothing. Control socket and HTTP answer while the engine loads. Order of the end:
-no new connections, running answers get `drain_limit_s`, then the engine is stopped, and the control socket goes last,
-so that `stratactl` can watch all of it. A second signal shortens every wait.
+no new connections, running answers get `drain_limit_s`, then the engine is stopped, the store is closed, and the
+control socket goes last, so that `stratactl` can watch all of it. A second signal shortens every wait.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ import sdnotify  # type: ignore[import-untyped]
 from stratad import config, logs
 from stratad import metrics as figures
 from stratad.child import Command, Effects, real_effects
+from stratad.errors import StrataError
 from stratad.generation import ScheduledGeneration
 from stratad.launch import check_places, engine_command
 from stratad.lock import StateLock
 from stratad.scheduler import Scheduler
 from stratad.settings import control_socket, state_directory
 from stratad.status import snapshot, state_detail
+from stratad.storage import Storage
 from stratad.supervisor import EngineState, Supervisor
 from stratad.types import EngineFacts, GenRequest
+from stratastore import Store
 
 _logger = logging.getLogger("stratad.app")
 
@@ -108,8 +111,10 @@ class Daemon:
         self._notifier = Notifier()
         self._end = asyncio.Event()
         self._hurry = asyncio.Event()
+        self._news = asyncio.Event()  # set, and replaced, when the engine's state changes
         self._serving = self._announced = False
         self.front: Front | None = None
+        self.storage = Storage(self.settings, self.environ, self._effects.now)
         self.scheduler = Scheduler(self.settings, self._effects)
         self.supervisor = Supervisor(self._command, self.settings, self._effects, self.scheduler, self._changed)
         self.scheduler.attach(self.supervisor)
@@ -125,12 +130,18 @@ class Daemon:
         """What the engine said of itself; kept while it is started again."""
         return self.supervisor.facts
 
+    @property
+    def store(self) -> Store | None:
+        """The conversation store; None when it is off, or not opened yet. Ask each time: it may come later."""
+        return self.storage.store
+
     def status(self) -> dict[str, object]:
         """See `stratad.status`."""
         self.supervisor.refresh_stat()
+        self.storage.refresh()
         listeners = self.front.addresses if self.front is not None else ()
         uptime = self._effects.now() - self._started
-        return snapshot(self.settings, self.supervisor, self.scheduler, listeners, uptime)
+        return snapshot(self.settings, self.supervisor, self.scheduler, self.storage, listeners, uptime)
 
     def metrics(self) -> dict[str, object]:
         """See `stratad.metrics.snapshot`."""
@@ -142,8 +153,27 @@ class Daemon:
 
     def _view(self) -> figures.View:
         self.supervisor.refresh_stat()
+        self.storage.refresh()
         uptime = self._effects.now() - self._started
-        return figures.View(self.settings, self.supervisor, self.scheduler, uptime)
+        return figures.View(self.settings, self.supervisor, self.scheduler, self.storage, uptime)
+
+    async def restart_engine(self) -> None:
+        """See `stratad.types.Service.restart_engine`."""
+        if self._end.is_set():
+            raise StrataError("draining", "the server is stopping")
+        problems = check_places(self.settings.after("engine-restart"))
+        if problems:  # the running engine is better than none
+            raise StrataError("invalid_value", "; ".join(map(str, problems)), param="configuration")
+        news = self._news
+        await self.supervisor.restart()
+        await news.wait()
+        while self.supervisor.state is not EngineState.READY:
+            if self.supervisor.state is EngineState.FAILED:
+                raise StrataError("engine_down", f"the engine does not run: {self.supervisor.reason}")
+            if self._end.is_set():
+                raise StrataError("draining", "the server is stopping")
+            news = self._news
+            await news.wait()
 
     # -- start
 
@@ -170,6 +200,7 @@ class Daemon:
     async def _serve(self) -> int:
         if self._open_http is not None:
             self.front = await self._open_http(self)
+        await self.storage.open()
         tasks = [
             asyncio.create_task(self.supervisor.run(), name="supervisor"),
             asyncio.create_task(self.scheduler.run(), name="scheduler"),
@@ -178,6 +209,7 @@ class Daemon:
             await self._until_end(tasks)
         finally:
             await self._shut_down(tasks)
+            await self.storage.close()
         if self.supervisor.permanent_at_start:  # why has been logged
             return EXIT_CONFIG
         return next((EXIT_FAILED for task in tasks if _crashed(task)), EXIT_OK)
@@ -209,7 +241,11 @@ class Daemon:
 
     def _changed(self) -> None:
         """The engine's state changed: tell systemd, and end if the very first start was hopeless."""
+        news, self._news = self._news, asyncio.Event()
+        news.set()
         state = self.supervisor.state
+        if state is EngineState.READY and self.supervisor.facts is not None:
+            self.storage.engine_ready(self.supervisor.facts)
         detail = state_detail(self.supervisor, self.scheduler)
         self._notifier.status(detail or state.value)
         self._announce()
@@ -259,6 +295,7 @@ class Daemon:
             raise config.ConfigError(problems)
         changes = self.settings.reload(loaded.settings)
         logs.set_level(self.settings.text("log_level"))
+        self.storage.settings_changed()
         if self.supervisor.state is EngineState.FAILED:
             self.supervisor.retry()
         return changes

@@ -230,7 +230,8 @@ def _suggest_setting(key: str, value: object) -> str:
 
 def _from_file(name: str, value: Value, path: Path) -> Value:
     """Make a path that a file names relative to that file."""
-    if BY_NAME[name].kind != "path" or not isinstance(value, str) or not value:
+    row = BY_NAME[name]
+    if row.kind != "path" or not isinstance(value, str) or not value or value in row.words:
         return value
     expanded = Path(value).expanduser()
     return str(expanded if expanded.is_absolute() else path.parent / expanded)

@@ -14,6 +14,7 @@ from typing import Any, Literal
 from stratad.launch import model_name
 from stratad.scheduler import Scheduler
 from stratad.settings import Settings
+from stratad.storage import Storage
 from stratad.supervisor import EngineState, Supervisor
 from stratad.tally import Histogram
 from stratad.version import daemon_version
@@ -28,6 +29,7 @@ class View:
     settings: Settings
     supervisor: Supervisor
     scheduler: Scheduler
+    storage: Storage
     uptime_s: float
 
     def stat(self, *keys: str) -> float | None:
@@ -45,6 +47,11 @@ class View:
         """Tokens per second over the slots that read, or decode."""
         rates = (row.get("tok_s") for row in self.scheduler.slots() if row["state"] == state)
         return float(sum(rate for rate in rates if isinstance(rate, int | float)))
+
+    def stored(self, key: str) -> float | None:
+        """A number of the store's section of the status, None where it is not known."""
+        value = self.storage.describe().get(key)
+        return float(value) if isinstance(value, int | float) else None
 
     def info(self) -> dict[str, str]:
         """What does not change while the daemon and the engine run."""
@@ -95,6 +102,16 @@ def _engine_states(view: View) -> list[Sample]:
 
 def _slot_states(view: View) -> list[Sample]:
     return _by("state", {state: view.slots_in(state) for state in ("idle", "reading", "decoding")})
+
+
+def _puts(view: View) -> list[Sample]:
+    puts = view.storage.describe().get("puts")
+    return _by("outcome", {key: float(n) for key, n in puts.items()} if isinstance(puts, Mapping) else {})
+
+
+def _store_states(view: View) -> list[Sample]:
+    word = view.storage.state_text.partition(":")[0]
+    return _by("state", {state: float(state == word) for state in ("ok", "off", "opening", "degraded")})
 
 
 METRICS: tuple[Metric, ...] = (
@@ -158,6 +175,28 @@ METRICS: tuple[Metric, ...] = (
     Metric("pool_blocks_limit", "gauge", "Blocks that the page pool may have.", lambda v: v.stat("pool", "limit")),
     Metric("prompt_cache_checkpoints", "gauge", "Checkpoints of prompts that are kept.",
            lambda v: v.stat("prompt_cache", "checkpoints")),
+    Metric("store_state", "gauge", "1 for the state that the conversation store is in.", _store_states, ("state",)),
+    Metric("store_conversations", "gauge", "Conversations in the store.", lambda v: v.stored("conversations")),
+    Metric("store_stale_conversations", "gauge", "Of these, those of another numeric identity.",
+           lambda v: v.stored("stale")),
+    Metric("store_bytes", "gauge", "Bytes that the store's contents take.", lambda v: v.stored("bytes")),
+    Metric("store_file_bytes", "gauge", "Length of the store's file.", lambda v: v.stored("file_bytes")),
+    Metric("store_budget_bytes", "gauge", "Bytes that the store's contents may take.",
+           lambda v: v.stored("budget_bytes")),
+    Metric("store_hits", "counter", "Conversations that were looked for in the store and found.",
+           lambda v: v.stored("hits")),
+    Metric("store_misses", "counter", "Conversations that were looked for in the store in vain.",
+           lambda v: v.stored("misses")),
+    Metric("store_puts", "counter", "Conversations given to the store, by what became of them.", _puts, ("outcome",)),
+    Metric("store_evictions", "counter", "Conversations that made room for others.", lambda v: v.stored("evictions")),
+    Metric("store_evicted_bytes", "counter", "Bytes that became free by that.", lambda v: v.stored("evicted_bytes")),
+    Metric("store_read_bytes", "counter", "Bytes of pages read from the store.", lambda v: v.stored("bytes_read")),
+    Metric("store_written_bytes", "counter", "Bytes of pages written to the store.",
+           lambda v: v.stored("bytes_written")),
+    Metric("store_pages_shared", "counter", "Pages that a stored conversation needed and that were there already.",
+           lambda v: v.stored("pages_shared")),
+    Metric("store_bad_pages", "counter", "Pages that did not read as they were written, and were dropped.",
+           lambda v: v.stored("bad_pages")),
 )  # fmt: skip
 """Every metric: name, type, help, where it comes from, labels."""
 

@@ -506,21 +506,24 @@ class Scheduler:
 
     # -- the end of an engine
 
-    def engine_down(self, reason: str, permanent: bool) -> None:
-        """The engine ended: what ran goes to the front and waits for the next engine, if there will be one."""
+    def engine_down(self, reason: str, permanent: bool, planned: bool = False) -> None:
+        """The engine ended: what ran goes to the front and waits for the next engine, if there will be one.
+
+        Nobody is a suspect when the end was `planned`.
+        """
         legs, self._lanes = list(self._legs()), []
         self._broken = False
         if self._down_since is None:
             self._down_since = self._effects.now()
         self.engine.expect(None)
         for leg in legs:
-            self._lost(leg, alone=len(legs) == 1, reason=reason)
+            self._lost(leg, alone=len(legs) == 1, reason=reason, planned=planned)
         if permanent:
             name = "draining" if self.draining else "engine_down"
             self._fail_all(name, "the server is stopping" if self.draining else reason)
         self._note_work()
 
-    def _lost(self, leg: Leg, alone: bool, reason: str) -> None:
+    def _lost(self, leg: Leg, alone: bool, reason: str, planned: bool) -> None:
         generation, record = leg.generation, leg.generation.record
         self.tally.read_tokens += leg.fresh
         if leg.decoding_since is not None:  # the engine did not live to say how long it took
@@ -533,7 +536,7 @@ class Scheduler:
             self._finish(generation, "cancel")
         elif record.finish is not None:
             self._finish(generation, record.finish)
-        elif self._is_culprit(leg, alone):
+        elif not planned and self._is_culprit(leg, alone):
             self._fail(generation, StrataError("engine_failed", f"the answer was cut off: {reason}"))
         else:
             self.tally.recovered += 1

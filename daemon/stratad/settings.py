@@ -56,6 +56,7 @@ class Setting:
     optional: bool = False
     shell_words: bool = False  # a list written as one string is split like a shell command, not at commas
     metavar: str = ""
+    words: tuple[str, ...] = ()  # values of a path that are no paths
     well_formed: Callable[[str], object] | None = None  # raises ValueError for a bad text or list element
 
     @property
@@ -248,6 +249,7 @@ _PARSES = {"bool": _parse_bool, "int": _parse_int, "float": _parse_float, "list"
 
 ENGINE = "Model and engine"
 PLACES = "Addresses and places"
+STORE = "Conversation store"
 REQUESTS = "Requests"
 SAMPLING = "Sampling where a request says nothing (unset: the model file's own recommendation)"
 TIMES = "Limits and times"
@@ -309,6 +311,15 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("state", "path", "", "daemon-restart",
             "Directory for what outlives a restart; empty: /var/lib/strata for the service, "
             "~/.local/state/strata otherwise.", PLACES, metavar="DIR"),
+    Setting("store", "path", "", "daemon-restart",
+            "Directory of the conversation store; empty: store in the state directory; off: none.", STORE,
+            metavar="DIR", words=("off",)),
+    Setting("store_max_mib", "int", 8192, "now",
+            "Disk for stored conversations; less where that would take more than half of what the disk has to spare.",
+            STORE, unit="MiB", low=16, high=16_777_216, metavar="N"),
+    Setting("store_half_life_s", "float", 21_600.0, "daemon-restart",
+            "After this long a use of a conversation counts half when it is decided which of them makes room.", STORE,
+            unit="seconds", low=1, high=1_000_000_000, metavar="S"),
     Setting("queue_limit", "int", 64, "now", "Requests that may wait for a slot; one more is answered with 429.",
             REQUESTS, low=0, high=100_000, metavar="N"),
     Setting("max_tokens", "int", 0, "next-request",
@@ -469,6 +480,12 @@ class Settings:
             old = self._values[row.name]
             if old.pending is not None and row.applies == restart:
                 self._values[row.name] = Effective(*old.pending)
+
+    def after(self, restart: Applies) -> Settings:
+        """What would be in force after this kind of restart."""
+        found = Settings(self._values)
+        found.adopt(restart)
+        return found
 
     def describe(self) -> list[dict[str, object]]:
         """One row per setting for `stratactl get`, the manual and completion (JSON-ready values)."""

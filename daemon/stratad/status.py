@@ -14,6 +14,7 @@ It is made from what the daemon knows already, so it can be had while the engine
 | concurrency | serving: slots that the engine runs; requested: the setting `parallel` |
 | slots | one row a slot: slot, state (`idle`, `reading`, `decoding`), held_tokens, or how far its request is |
 | rates | decode_tok_s, prompt_tok_s of the last request, in engine time |
+| store | state (`ok`, `off`, `opening`, `degraded: ...`), path, conversations, bytes, budget, hits and more |
 | listeners | HTTP addresses that are served |
 | settings | values that are not the default |
 """
@@ -27,6 +28,7 @@ from dataclasses import asdict
 from stratad.launch import model_name, model_path
 from stratad.scheduler import Scheduler
 from stratad.settings import Settings
+from stratad.storage import Storage
 from stratad.supervisor import EngineState, Supervisor
 from stratad.version import daemon_version
 
@@ -34,7 +36,12 @@ STDERR_SHOWN = 20  # lines
 
 
 def snapshot(
-    settings: Settings, supervisor: Supervisor, scheduler: Scheduler, listeners: Sequence[str], uptime_s: float
+    settings: Settings,
+    supervisor: Supervisor,
+    scheduler: Scheduler,
+    storage: Storage,
+    listeners: Sequence[str],
+    uptime_s: float,
 ) -> dict[str, object]:
     """The state of everything now, JSON-ready; see the table above."""
     return {
@@ -49,6 +56,7 @@ def snapshot(
         "concurrency": {"serving": scheduler.serving, "requested": settings.integer("parallel")},
         "slots": scheduler.slots(),
         "rates": asdict(scheduler.tally.rates),
+        "store": storage.describe(),
         "listeners": list(listeners),
         "settings": settings.summary(),
     }

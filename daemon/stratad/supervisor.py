@@ -58,6 +58,7 @@ PERMANENT_EXITS = frozenset({2, 78})
 PERMANENT_ERRNOS = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ELOOP})
 UNKNOWN_LINES_LOGGED = 5
 STAT_FRESH_S = 1.0
+RESTART_TEXT = "the engine is being started again, as was asked"
 
 
 class EngineState(StrEnum):
@@ -83,8 +84,8 @@ class EngineWatcher(Protocol):
         """Lines of running requests and answers to STAT, in order, as many as had arrived."""
         ...
 
-    def engine_down(self, reason: str, permanent: bool) -> None:
-        """The engine ended; `permanent`: it will not be started again by itself."""
+    def engine_down(self, reason: str, permanent: bool, planned: bool) -> None:
+        """The engine ended; `permanent`: it will not be started again by itself; `planned`: it was asked to end."""
         ...
 
 
@@ -105,6 +106,7 @@ class _Life:
     exit_code: int | None = None
     permanent: bool = False
     kill_reason: str = ""
+    planned: bool = False  # it ends because another is wanted in its place
     unknown_lines: int = 0
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     exited: asyncio.Event = field(default_factory=asyncio.Event)
@@ -231,6 +233,24 @@ class Supervisor:
         """Try a failed engine again, or do not wait for the back-off."""
         self._retry.set()
 
+    async def restart(self) -> None:
+        """End the engine in an orderly way and start another; no failure of anybody. Returns when the old one is gone.
+
+        What runs goes on in the new engine. One that waits to be started again, or has failed, is started now.
+        """
+        life = self._life
+        if self._stopping.is_set() or life.planned:
+            return
+        if life.child is None or life.exited.is_set():
+            self.retry()
+            return
+        _logger.info("ending the engine to start it again")
+        life.planned = True
+        self._watch = _Watch(heard_at=self._effects.now())
+        self.reason = RESTART_TEXT
+        self._set_state(EngineState.RESTARTING)
+        await self._quit(life, self._settings.number("stop_timeout_s"))
+
     # -- life and death
 
     async def run(self) -> None:
@@ -244,7 +264,8 @@ class Supervisor:
         self._set_state(EngineState.STOPPED)
 
     async def _pause(self, permanent: bool) -> None:
-        at_once = permanent or (self._failures == 1 and self._life.ready_at is not None)  # requests wait for it
+        once_only = self._failures == 1 and self._life.ready_at is not None  # requests wait for it
+        at_once = permanent or self._life.planned or once_only
         delay = 0.0 if at_once else backoff(self._failures)
         if not permanent:
             _logger.warning("starting the engine again%s", f" in {delay:.2g} s" if delay else "")
@@ -305,19 +326,22 @@ class Supervisor:
         """The process of this life ended. All that follows from it happens at once, before anyone can send to it."""
         life.exit_code = code
         how = life.kill_reason or exit_text(code)
-        if life.ready_at is None:
+        if life.planned:
+            text = RESTART_TEXT
+        elif life.ready_at is None:
             cause = f" ({life.error.name}: {life.error.text})" if life.error else ""
             text = f"the engine could not load the model: {how}{cause}"
         else:
             cause = f" ({life.error.name}: {life.error.text})" if life.error and not life.kill_reason else ""
             text = f"the engine ended: {how}{cause}"
-        self._over(life, text, permanent=code in PERMANENT_EXITS and not life.kill_reason)
+        own_end = not life.kill_reason and not life.planned
+        self._over(life, text, permanent=code in PERMANENT_EXITS and own_end)
         life.exited.set()
         life.ready.set()
 
     def _over(self, life: _Life, reason: str, permanent: bool) -> bool:
         served = 0.0 if life.ready_at is None else self._effects.now() - life.ready_at
-        self._failures = 1 if served >= HEALTHY_S else self._failures + 1
+        self._failures = 0 if life.planned else 1 if served >= HEALTHY_S else self._failures + 1
         self.last_exit = {
             "reason": reason,
             "code": life.exit_code if life.exit_code is None or life.exit_code >= 0 else None,
@@ -328,14 +352,14 @@ class Supervisor:
         self._watch = _Watch()
         life.permanent = permanent
         if self._stopping.is_set():
-            self._watcher.engine_down(reason, True)
+            self._watcher.engine_down(reason, True, life.planned)
             return True
         if permanent and self.facts is None:
             self.permanent_at_start = True
-        (_logger.error if permanent else _logger.warning)("%s", reason)
+        _logger.log(logging.ERROR if permanent else logging.INFO if life.planned else logging.WARNING, "%s", reason)
         self.reason = reason
         self._set_state(EngineState.FAILED if permanent else EngineState.RESTARTING)
-        self._watcher.engine_down(reason, permanent)
+        self._watcher.engine_down(reason, permanent, life.planned)
         return permanent
 
     async def stop(self, timeout_s: float | None = None) -> None:
@@ -345,10 +369,13 @@ class Supervisor:
         if life.child is None or life.exited.is_set():
             return
         self._set_state(EngineState.STOPPING)
+        await self._quit(life, self._settings.number("stop_timeout_s") if timeout_s is None else timeout_s)
+
+    async def _quit(self, life: _Life, limit: float) -> None:
+        assert life.child is not None
         life.child.write(format_line(Quit()))
         life.child.close_input()
         life.child.signal(signal.SIGTERM)
-        limit = self._settings.number("stop_timeout_s") if timeout_s is None else timeout_s
         if limit > 0 and await self._effects.wait(life.exited, limit):
             return
         self.kill(f"it did not end within {limit:g} s")
@@ -367,7 +394,7 @@ class Supervisor:
             if now - before > 2 * step + 1:  # the daemon itself was held up; nobody could have been heard
                 self._watch.heard_at = now
                 self._watch.asked_at = None if self._watch.asked_at is None else now
-            elif not life.exited.is_set():
+            elif not life.exited.is_set() and not life.planned:
                 self._check(now, limit)
 
     def _check(self, now: float, limit: float) -> None:
@@ -389,8 +416,8 @@ class Supervisor:
     def heard(self, life: _Life, lines: list[bytes]) -> None:
         """Lines of the engine of this life, as they come from the pipe."""
         self._watch.heard_at = self._effects.now()
-        if life.kill_reason:
-            return  # a killed engine's last words belong to nobody
+        if life.kill_reason or life.planned:
+            return  # the last words of an engine that was killed, or is being replaced, belong to nobody
         answers = [parse_answer(line) for line in lines]
         if life.ready_at is None:
             answers = self._loading(life, answers)

@@ -116,6 +116,14 @@ class Service(Protocol):
         """A snapshot for `stratactl status --json` and `GET /v1/status`; never waits for the engine."""
         ...
 
+    async def restart_engine(self) -> None:
+        """End the engine in an orderly way and start another, with the settings that waited for that.
+
+        Requests that run go on in it. Returns when it is ready. Raises StrataError `engine_down` when it cannot run,
+        `invalid_value`, with nothing done, when a file that it needs is missing, `draining` while the daemon stops.
+        """
+        ...
+
     def metrics(self) -> dict[str, object]:
         """Everything that `GET /metrics` shows as JSON; never waits for the engine."""
         ...

@@ -10,6 +10,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 #if defined(__x86_64__)
@@ -18,9 +19,12 @@
 #define RELAX() atomic_signal_fence(memory_order_seq_cst)
 #endif
 
-/* Bounds of the spin before a sleep, in pauses (15 to 45 ns each). Between runs the caller samples and writes a token
- * meanwhile, so that wait may be longer; a sleep there costs a wake-up, in a virtual machine some 50 microseconds. */
-enum { SPIN_LEAST = 64, SPIN_PHASE = 2048, SPIN_START = 8192 };
+/* Bounds of the spin before a sleep, in microseconds: less after one that was in vain, more after one that was not. Between
+ * runs the caller samples and writes a token meanwhile, so that wait may be longer. A sleep costs a wake-up, in a virtual
+ * machine some 50 us, so that who has slept comes late to the next barrier, where the others fall asleep over it: once all
+ * sleep they would for ever. Hence every RETRY runs all begin with the longest spin again, which is soon unlearnt where
+ * other programs hold the processors. */
+enum { SPIN_LEAST_US = 1, SPIN_PHASE_US = 200, SPIN_START_US = 400, RETRY = 16 };
 
 typedef struct member {
     st_team *team;
@@ -41,6 +45,7 @@ struct st_team {
     _Atomic uint32_t arrived __attribute__((aligned(64)));
     int size;
     int quit;
+    int pauses_us; /* pauses in a microsecond: 20 to 100 on processors of today */
     void (*fn)(void *, int, int);
     void *arg;
     member *members;
@@ -56,7 +61,7 @@ static void gate_open(gate *g) {
         syscall(SYS_futex, &g->word, FUTEX_WAKE_PRIVATE, 1 << 30, NULL, NULL, 0);
 }
 
-static void gate_wait(gate *g, uint32_t seen, int *spin, int most) {
+static void gate_wait(gate *g, uint32_t seen, int *spin, int least, int most) {
     for (int i = 0; i < *spin; i++) {
         if (atomic_load_explicit(&g->word, memory_order_acquire) != seen) {
             if (*spin < most) *spin *= 2;
@@ -64,7 +69,7 @@ static void gate_wait(gate *g, uint32_t seen, int *spin, int most) {
         }
         RELAX();
     }
-    if (*spin > SPIN_LEAST) *spin /= 2;
+    if (*spin > least) *spin /= 2;
     atomic_fetch_add_explicit(&g->sleepers, 1, memory_order_seq_cst);
     while (atomic_load_explicit(&g->word, memory_order_seq_cst) == seen) futex_wait(&g->word, seen);
     atomic_fetch_sub_explicit(&g->sleepers, 1, memory_order_seq_cst);
@@ -77,15 +82,21 @@ void st_team_barrier(st_team *t, int index) {
         atomic_store_explicit(&t->arrived, 0, memory_order_relaxed);
         gate_open(&t->phase);
     } else {
-        gate_wait(&t->phase, seen, &t->members[index].spin_phase, SPIN_PHASE);
+        gate_wait(&t->phase, seen, &t->members[index].spin_phase, SPIN_LEAST_US * t->pauses_us, SPIN_PHASE_US * t->pauses_us);
     }
+}
+
+static void spin_long(member *m) {
+    m->spin_start = SPIN_START_US * m->team->pauses_us;
+    m->spin_phase = SPIN_PHASE_US * m->team->pauses_us;
 }
 
 static void *member_main(void *arg) {
     member *m = arg;
     st_team *t = m->team;
     for (uint32_t seen = 0;; seen++) {
-        gate_wait(&t->start, seen, &m->spin_start, SPIN_START);
+        if (seen % RETRY == 0) spin_long(m);
+        gate_wait(&t->start, seen, &m->spin_start, SPIN_LEAST_US * t->pauses_us, SPIN_START_US * t->pauses_us);
         if (t->quit) return NULL;
         t->fn(t->arg, m->index, t->size);
         st_team_barrier(t, m->index);
@@ -95,7 +106,10 @@ static void *member_main(void *arg) {
 void st_team_run(st_team *t, void (*fn)(void *, int, int), void *arg) {
     t->fn = fn;
     t->arg = arg;
-    if (t->size > 1) gate_open(&t->start);
+    if (t->size > 1) {
+        if (atomic_load_explicit(&t->start.word, memory_order_relaxed) % RETRY == 0) spin_long(&t->members[0]);
+        gate_open(&t->start);
+    }
     fn(arg, 0, t->size);
     st_team_barrier(t, 0);
 }
@@ -130,6 +144,22 @@ static int start_thread(member *m) {
     return failed;
 }
 
+/* The fastest of a few samples, so that a preemption does not count. */
+static int measure_pauses(void) {
+    enum { SAMPLE = 500, SAMPLES = 5 };
+    double best = 1e9;
+    for (int i = 0; i < SAMPLES; i++) {
+        struct timespec a, b;
+        clock_gettime(CLOCK_MONOTONIC, &a);
+        for (int j = 0; j < SAMPLE; j++) RELAX();
+        clock_gettime(CLOCK_MONOTONIC, &b);
+        double us = (double)(b.tv_sec - a.tv_sec) * 1e6 + (double)(b.tv_nsec - a.tv_nsec) * 1e-3;
+        if (us < best) best = us;
+    }
+    double rate = best > 0 ? SAMPLE / best : 1000;
+    return rate < 1 ? 1 : rate > 1000 ? 1000 : (int)rate;
+}
+
 st_team *st_team_new(int n, st_error *err) {
     st_team *t = NULL;
     member *members = NULL;
@@ -143,7 +173,9 @@ st_team *st_team_new(int n, st_error *err) {
     memset(members, 0, sizeof *members * (size_t)n);
     t->members = members;
     t->size = 1;
-    for (int i = 0; i < n; i++) members[i] = (member){.team = t, .index = i, .spin_start = SPIN_START, .spin_phase = SPIN_PHASE};
+    t->pauses_us = measure_pauses();
+    for (int i = 0; i < n; i++) members[i] = (member){.team = t, .index = i};
+    spin_long(&members[0]);
     for (int i = 1; i < n; i++) {
         int failed = start_thread(&members[i]);
         if (failed) {

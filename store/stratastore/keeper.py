@@ -571,12 +571,11 @@ class Keeper:
         return self._guard(0, lambda: self._prune(pinned))
 
     def _prune(self, pinned: bool) -> int:
+        identity = self._shared.identity  # it may change meanwhile
         with self.medium.read() as txn:
             ledger = Ledger(txn, self._shared.pages.__contains__)
             stale = [
-                key
-                for key, usage in ledger.usages()
-                if usage.identity != self._shared.identity and (pinned or not usage.pinned)
+                key for key, usage in ledger.usages() if usage.identity != identity and (pinned or not usage.pinned)
             ]
         return self._drop(stale)
 
@@ -668,7 +667,7 @@ class Keeper:
         return True
 
     def set_identity(self, identity: str) -> None:
-        """Another model, another identity: what was stored under the old one does not hit any more."""
+        """Another model, another identity: what was stored under the old one does not hit any more. For any thread."""
         self._shared.identity = identity
 
     def limit(self, max_mib: int) -> Options:

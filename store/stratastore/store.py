@@ -204,8 +204,8 @@ class Store:
         await self._write(self._keeper.resize, self._keeper.limit(max_mib))
 
     async def set_identity(self, identity: str) -> None:
-        """The engine's numeric identity has changed."""
-        await self._write(self._keeper.set_identity, identity)
+        """The engine's numeric identity has changed. In force at once: it waits for no disk and for no other job."""
+        self._keeper.set_identity(identity)
 
     # ---------------------------------------------------------------------------------------------------------- reading
 
@@ -269,9 +269,19 @@ class Store:
         return self._keeper.health.state()
 
     @property
+    def readable(self) -> bool:
+        """Whether what is stored may be read: true also in some degraded states."""
+        return self._keeper.health.readable
+
+    @property
     def identity(self) -> str:
         """What hits."""
         return self._shared.identity
+
+    @property
+    def max_mib(self) -> int:
+        """The budget."""
+        return self._shared.options.max_mib
 
     async def stats(self) -> Stats:
         """Sizes now, counters since the start."""

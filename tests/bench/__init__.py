@@ -1,4 +1,4 @@
-"""Strata's speed beside llama.cpp's, measured in one run and written down as ratios.
+"""Strata's speed beside llama.cpp's and beside its own, measured in one run and written down as ratios.
 
     python -m tests.bench                   measure the embedded model, write tests/bench/results/latest.*
     python -m tests.bench --quick           fewer repeats, for a first look
@@ -11,4 +11,9 @@ used the processors is measured again. Nothing here passes or fails.
 The peer is llama.cpp as `make bench-peer` builds it, or whatever folder STRATA_BENCH_PEER names. Like is compared with
 like: HTTP with llama-server, the engine with llama-bench and llama-batched-bench, each kernel with what the processor
 can do at most, as `probe.c` finds it in the same minute.
+
+Three sections need no peer. They set the engine in one state beside itself in another: `windows` a decode window of
+several rows beside one of a single row, `company` a long prompt and two streams together beside each by itself, for
+several settings, and `drafts` the chosen depth of drafts beside every fixed one, by the kind of text. Each takes about
+three minutes a model at most, or one with --quick.
 """

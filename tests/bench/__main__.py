@@ -10,19 +10,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tests.bench
-from tests.bench import kernels, serving, slots, speed
+from tests.bench import company, drafts, kernels, serving, slots, speed, windows
 from tests.bench.chart import svg
 from tests.bench.engine import BenchError
 from tests.bench.machine import EMBEDDED, ROOT, Company, facts, load, priority
 from tests.bench.peer import Peer, find_peer
 from tests.bench.readme import replace_section
-from tests.bench.report import ModelReport, Report, markdown, readme_section
+from tests.bench.report import ModelReport, Report, Row, markdown, readme_section
 from tests.bench.spread import Plan, Watch
 from tests.bench.subject import Subject
 
 RESULTS = Path(__file__).parent / "results"
-SECTIONS = ("engine", "slots", "http", "kernels")
+SECTIONS = ("engine", "slots", "http", "windows", "company", "drafts", "kernels")
 COUNTS = (1, 2, 4, 8)
+Compare = Callable[[Subject, int, Plan, Watch], list[Row]]
 NO_PEER = "llama.cpp: no peer (run `make bench-peer`, or set STRATA_BENCH_PEER to a folder with its programs)"
 
 
@@ -31,12 +32,20 @@ class Effort:
     """How much is measured."""
 
     plan: Plan
+    own: Plan  # of a section that measures the engine beside itself; its time is for the whole section
     repeats: int  # within one turn of the engine or llama-bench
     kernel_rounds: int
 
 
-FULL = Effort(Plan(pairs=5, most=12, quiet_wait_s=20), repeats=3, kernel_rounds=5)
-QUICK = Effort(Plan(pairs=3, most=5, quiet_wait_s=6), repeats=2, kernel_rounds=2)
+FULL = Effort(
+    Plan(pairs=5, most=12, quiet_wait_s=20),
+    Plan(pairs=5, most=12, quiet_wait_s=4, limit_s=170),
+    repeats=3,
+    kernel_rounds=5,
+)
+QUICK = Effort(
+    Plan(pairs=3, most=5, quiet_wait_s=6), Plan(pairs=3, most=5, quiet_wait_s=1, limit_s=55), repeats=2, kernel_rounds=2
+)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -122,6 +131,19 @@ class Run:
                 part.http, part.daemon = serving.compare(subject, self.peer, most, COUNTS, plan, self.watch)
 
             self.attempt(f"{subject.name}: HTTP", http)
+        self.beside_itself(subject, part, most)
+
+    def beside_itself(self, subject: Subject, part: ModelReport, threads: int) -> None:
+        """The sections that need no peer: the engine in one state beside itself in another."""
+        sections = {"windows": windows.compare, "company": company.compare, "drafts": drafts.compare}
+        for name, compare in sections.items():
+            if name in self.sections:
+                rows: list[Row] = getattr(part, name)
+
+                def section(compare: Compare = compare, rows: list[Row] = rows) -> None:
+                    rows += compare(subject, threads, self.effort.own, self.watch)
+
+                self.attempt(f"{subject.name}: {name}", section)
 
 
 def measure(args: argparse.Namespace) -> Report:

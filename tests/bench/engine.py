@@ -32,6 +32,8 @@ class Done:
     decode_ms: float
     finish: str
     reused: int
+    accepted: int = 0  # drafts that became tokens
+    offered: int = 0  # drafts that windows carried
 
     @classmethod
     def parse(cls, line: str) -> Done:
@@ -39,12 +41,18 @@ class Done:
         words = line.split()
         if len(words) < 9 or words[0] != "DONE":
             raise BenchError(f"the engine answered {line!r} where DONE was expected")
-        return cls(int(words[1]), int(words[2]), float(words[3]), float(words[4]), words[5], int(words[8]))
+        accepted, offered, reused = map(int, words[6:9])
+        return cls(int(words[1]), int(words[2]), float(words[3]), float(words[4]), words[5], reused, accepted, offered)
 
     @property
     def decode_rate(self) -> float:
         """Tokens per second after the first."""
         return (self.generated - 1) * 1e3 / self.decode_ms if self.generated > 1 and self.decode_ms > 0 else 0.0
+
+    @property
+    def windows(self) -> int:
+        """Passes that made all tokens but the first: one token each, and what was accepted besides."""
+        return self.generated - 1 - self.accepted
 
     @property
     def prompt_rate(self) -> float:
@@ -94,6 +102,7 @@ class Engine:
         )
         assert self._process.stdin and self._process.stdout
         self._in, self._out = self._process.stdin, self._process.stdout.fileno()
+        self._rest = b""  # the begin of a line whose end has not arrived
         self.info: dict[str, str] = {}
 
     def __enter__(self) -> Engine:
@@ -130,13 +139,15 @@ class Engine:
             data = os.read(self._out, 1 << 16)
             if not data:
                 raise BenchError(f"the engine ended: {_last_error(blocks) or 'no reason given'}")
-            blocks.append((time.monotonic(), data))
-            tail += data
+            blocks.append((time.monotonic(), self._rest + data))
+            tail += self._rest + data
+            self._rest = b""
             if b"\nERR " in tail or b"\nBERR " in tail:
                 raise BenchError(f"the engine refused: {_last_error(blocks)}")
             *whole, last = tail.split(b"\n")
             seen += sum(line.split(b" ", 1)[0] == word for line in whole[1:])
             tail = b"\n" + last
+        self._rest = tail[1:]
         return lines_of(blocks)
 
     def generate(self, ids: Sequence[int], max_new: int, keys: str) -> tuple[Done, list[int], float]:

@@ -12,10 +12,10 @@ from tests.bench.spread import Series, Spread
 
 FORMAT = 1
 NONE = "-"  # a cell without a figure
-PARTS = ("engine", "slots", "http", "daemon")
+PARTS = ("engine", "slots", "http", "daemon", "windows", "company", "drafts")
 METHOD = (
-    "Ratio = Strata / peer, pair by pair, measured in turns: median (least to greatest). ↓ marks figures of which less "
-    "is better. Others = the largest share of the machine that other programs took during a pair."
+    "Ratio = first column / second, pair by pair, measured in turns: median (least to greatest). ↓ marks figures of "
+    "which less is better. Others = the largest share of the machine that other programs took during a pair."
 )
 
 
@@ -31,14 +31,22 @@ class Row:
     lower_is_better: bool = False
     foreign: float | None = None  # the largest share of the machine that others took during a pair, 0..1
     disturbed: bool = False  # that was more than what is measured leaves free
+    detail: bool = False  # left out of the README
 
     @classmethod
-    def of(cls, series: Series, metric: str, title: str, unit: str, *, lower_is_better: bool = False) -> Row:
+    def of(
+        cls,
+        series: Series,
+        metric: str,
+        title: str,
+        unit: str,
+        *,
+        lower_is_better: bool = False,
+        detail: bool = False,
+    ) -> Row:
         """The row of one metric of a series."""
         spreads = series.ours(metric), series.peer(metric), series.ratio(metric)
-        return cls(
-            title, unit, *spreads, lower_is_better=lower_is_better, foreign=series.foreign, disturbed=series.disturbed
-        )
+        return cls(title, unit, *spreads, lower_is_better, series.foreign, series.disturbed, detail)
 
 
 @dataclass(frozen=True)
@@ -70,11 +78,14 @@ class ModelReport:
     slots: list[Row] = field(default_factory=list)
     http: list[Row] = field(default_factory=list)
     daemon: list[Row] = field(default_factory=list)  # stratad beside Strata's own engine, and what it costs
+    windows: list[Row] = field(default_factory=list)  # this and the following: the engine beside itself
+    company: list[Row] = field(default_factory=list)
+    drafts: list[Row] = field(default_factory=list)
 
     @property
     def rows(self) -> list[Row]:
         """The rows of all sections."""
-        return [*self.engine, *self.slots, *self.http, *self.daemon]
+        return [row for part in PARTS for row in getattr(self, part)]
 
 
 @dataclass
@@ -99,7 +110,7 @@ class Report:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"not a bench report of format {FORMAT}")
         models = [
-            ModelReport(m["name"], m["size_mib"], *([_row(row) for row in m[part]] for part in PARTS))
+            ModelReport(m["name"], m["size_mib"], *([_row(row) for row in m.get(part, ())] for part in PARTS))
             for m in data["models"]
         ]
         limits = {name: Spread(**value) for name, value in data["limits"].items()}
@@ -165,23 +176,50 @@ def _row_cells(row: Row) -> list[str]:
     ]
 
 
-def rows_table(rows: Sequence[Row], peer: str) -> str:
-    """The table of one section."""
-    return table(["", "Strata", peer, "unit", "ratio", "pairs", "others"], map(_row_cells, rows))
+def rows_table(rows: Sequence[Row], ours: str, peer: str) -> str:
+    """The table of one section, with the headings of both sides."""
+    return table(["", ours, peer, "unit", "ratio", "pairs", "others"], map(_row_cells, rows))
 
 
-def model_sections(model: ModelReport, level: str) -> list[str]:
-    """The tables of one model, under headings of `level`."""
+@dataclass(frozen=True)
+class Section:
+    """How the tables of one part of a model's report are headed."""
+
+    part: str
+    title: str
+    ours: str  # the first side
+    peer: str
+
+
+SECTIONS = (
+    Section("engine", "The engine beside llama-bench", "Strata", "llama-bench"),
+    Section("slots", "Several sequences, the engine beside llama-batched-bench", "Strata", "llama-batched-bench"),
+    Section("http", "HTTP, stratad beside llama-server", "Strata", "llama-server"),
+    Section("daemon", "The daemon by itself, and beside Strata's engine without it", "Strata", "engine alone"),
+    Section("windows", "A decode window by its rows, beside one of a single row", "these rows", "1 row"),
+    Section(
+        "company",
+        "A long prompt read beside two streams; the longest gap between two tokens of a stream beside its target",
+        "together",
+        "alone, or target",
+    ),
+    Section(
+        "drafts",
+        "The engine's choice of draft depth beside none and beside the best fixed depth (sought: 0.97 of the best, "
+        "1.00 of none, 1.10 of none where text is predictable)",
+        "as chosen",
+        "beside",
+    ),
+)
+
+
+def model_sections(model: ModelReport, level: str, *, details: bool = True) -> list[str]:
+    """The tables of one model, under headings of `level`; without `details` only their main rows."""
     parts = [f"{level} {model.name} ({model.size_mib:.0f} MiB)\n"]
-    sections = (
-        ("The engine beside llama-bench", "llama-bench", model.engine),
-        ("Several sequences, the engine beside llama-batched-bench", "llama-batched-bench", model.slots),
-        ("HTTP, stratad beside llama-server", "llama-server", model.http),
-        ("The daemon by itself, and beside Strata's engine without it", "engine alone", model.daemon),
-    )
-    for title, peer, rows in sections:
+    for section in SECTIONS:
+        rows = [row for row in getattr(model, section.part) if details or not row.detail]
         if rows:
-            parts.append(f"{title}:\n\n{rows_table(rows, peer)}")
+            parts.append(f"{section.title}:\n\n{rows_table(rows, section.ours, section.peer)}")
     return parts
 
 
@@ -247,8 +285,8 @@ def markdown(report: Report) -> str:
 
 
 def readme_section(report: Report) -> str:
-    """The part for the README: no kernels."""
+    """The part for the README: no kernels, no details."""
     parts = ["![Strata beside llama.cpp](tests/bench/results/latest.svg)\n"]
     for model in report.models:
-        parts += model_sections(model, "###")
+        parts += model_sections(model, "###", details=False)
     return "\n".join(parts + notes(report))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -65,6 +67,11 @@ class Plan:
     wide: float = 1.15  # greatest by least ratio beyond which more pairs are taken
     quiet_wait_s: float = 20.0  # how long to wait before a pair for others to become quiet
     allowed: float = QUIET  # share of the machine that others may take
+    limit_s: float = math.inf  # no further pair begins that would not be done by then; one is measured in any case
+
+    def among(self, comparisons: int) -> Plan:
+        """This plan for one of several comparisons that share its time."""
+        return dataclasses.replace(self, limit_s=self.limit_s / max(1, comparisons))
 
     def leaving(self, free: float) -> Plan:
         """This plan where `free`, a share of the machine, is not used by what is measured: others may have it."""
@@ -130,16 +137,33 @@ class Series:
         """Ours by the peer's, pair by pair: what slows both cancels."""
         return Spread.of(r for pair in self.counted if (r := pair.ratio(metric)) is not None)
 
+    def between(self, ours: Mapping[str, str], peer: Mapping[str, str]) -> Series:
+        """Two sides that every turn has measured together; for each side: metric -> its name in a turn's sample."""
+        pairs = [Pair(_named(pair.ours, ours), _named(pair.ours, peer), pair.foreign) for pair in self.pairs]
+        return Series(self.wanted, self.allowed, pairs)
+
     def wide(self, limit: float, metrics: Sequence[str]) -> bool:
         """Whether any of `metrics` spreads beyond `limit`: its ratios, or our values where there is no peer."""
         spreads = (self.ratio(metric) or self.ours(metric) for metric in metrics)
         return any(spread is not None and spread.width > limit for spread in spreads)
 
 
-def take_turns(ours: Side, peer: Side | None, plan: Plan, watch: Watch, metrics: Sequence[str]) -> Series:
+def _named(sample: Sample, names: Mapping[str, str]) -> Sample:
+    return {metric: sample[name] for metric, name in names.items() if name in sample}
+
+
+def take_turns(
+    ours: Side,
+    peer: Side | None,
+    plan: Plan,
+    watch: Watch,
+    metrics: Sequence[str],
+    clock: Callable[[], float] = time.monotonic,
+) -> Series:
     """Measure pairs until `plan` is fulfilled; `metrics` are those whose spread decides about more."""
     series = Series(plan.pairs, plan.allowed)
-    while not _enough(series, plan, metrics):
+    began = clock()
+    while not _enough(series, plan, metrics) and _time_left(clock() - began, len(series.pairs), plan.limit_s):
         turn = len(series.pairs)
         watch.wait_for_quiet(plan.quiet_wait_s, plan.allowed)
         watch.start()
@@ -161,3 +185,8 @@ def _enough(series: Series, plan: Plan, metrics: Sequence[str]) -> bool:
     if len(series.quiet) < plan.pairs:
         return False
     return not series.wide(plan.wide, metrics)
+
+
+def _time_left(elapsed_s: float, pairs: int, limit_s: float) -> bool:
+    """Whether one more pair, as long as those before, is done by the limit."""
+    return not pairs or elapsed_s * (pairs + 1) / pairs <= limit_s

@@ -123,6 +123,8 @@ def test_done_gives_rates() -> None:
     assert done.decode_rate == 2000.0  # the first token came with the prompt
     assert done.prompt_rate == 2000.0
     assert Done.parse("DONE 1 10 0.0 0.0 stop 0 0 0").decode_rate == 0.0
+    drafted = Done.parse("DONE 129 512 256.0 64.0 length 88 100 3 0 0 0 0 0 512 0")
+    assert (drafted.accepted, drafted.offered, drafted.reused, drafted.windows) == (88, 100, 3, 40)
     with pytest.raises(BenchError, match="'ERR no'"):
         Done.parse("ERR no")
 

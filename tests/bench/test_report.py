@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 from pathlib import Path
 from xml.etree import ElementTree
@@ -78,6 +80,32 @@ def test_the_report_has_all_sections(report: Report) -> None:
     assert "llama-batched-bench" not in text  # nothing was measured beside it
     assert "- slots: none yet" in text and "quick mode" in text and "commit: abc1234" in text
     assert "⚠ =" in text
+
+
+def test_what_the_engine_is_beside_itself_has_headings_of_its_own(report: Report) -> None:
+    model = report.models[0]
+    model.windows = [row(1.2, lower_is_better=True, title="Window of 2 rows")]
+    model.company = [row(0.6, title="Reading")]
+    model.drafts = [
+        row(1.3, title="Prose, beside none"),
+        dataclasses.replace(row(1, title="Prose, tokens"), detail=True),
+    ]
+    text = markdown(report)
+    assert "|  | these rows | 1 row |" in text and "| Window of 2 rows ↓ |" in text
+    assert "|  | together | alone, or target |" in text
+    assert "|  | as chosen | beside |" in text and "| Prose, tokens |" in text
+    assert "Prose, beside none" in readme_section(report) and "Prose, tokens" not in readme_section(report)
+    assert Report.from_json(report.to_json()) == report
+
+
+def test_results_from_before_a_section_was_there_can_be_read(report: Report) -> None:
+    data = json.loads(report.to_json())
+    for name in ("windows", "company", "drafts"):
+        del data["models"][0][name]
+    for rows in (data["models"][0][name] for name in ("engine", "http", "daemon")):
+        for old in rows:
+            del old["detail"]
+    assert Report.from_json(json.dumps(data)) == report
 
 
 def test_only_marked_ratios_need_the_explanation(report: Report) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -112,6 +113,33 @@ def test_without_a_peer_our_own_spread_decides() -> None:
     assert len(series.pairs) == 4
     assert series.ratio("speed") is None
     assert series.ours("speed") == Spread(10, 15, 20, 4)
+
+
+def test_no_pair_begins_that_would_end_after_the_limit() -> None:
+    now = [0.0]
+
+    def side(_turn: int) -> Sample:
+        now[0] += 5
+        return {"speed": 1.0}
+
+    def pairs_within(limit_s: float) -> int:
+        plan = Plan(pairs=9, most=9, limit_s=limit_s)
+        return len(take_turns(side, side, plan, Silence(), ["speed"], clock=lambda: now[0]).pairs)
+
+    assert [pairs_within(limit) for limit in (0.0, 19.0, 20.0, 35.0, 1000.0)] == [1, 1, 2, 3, 9]
+
+
+def test_comparisons_share_the_time_of_a_plan() -> None:
+    assert Plan(limit_s=60).among(5).limit_s == 12
+    assert Plan().among(5).limit_s == math.inf
+
+
+def test_sides_that_were_measured_together_become_pairs() -> None:
+    turns = Series(2, 0.3, [Pair({"a": 6.0, "b": 3.0}, None, 0.2), Pair({"a": 8.0}, None, 0.0)])
+    series = turns.between({"speed": "a"}, {"speed": "b"})
+    assert (series.wanted, series.allowed, series.foreign) == (2, 0.3, 0.2)
+    assert series.ours("speed") == Spread(6, 7, 8, 2)
+    assert series.ratio("speed") == Spread(2, 2, 2, 1)
 
 
 def test_a_plan_cannot_be_changed() -> None:

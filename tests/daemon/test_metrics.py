@@ -14,6 +14,7 @@ from stratad.child import Command
 from stratad.metrics import METRICS, View
 from stratad.scheduler import Scheduler
 from stratad.settings import Effective, Settings
+from stratad.storage import Storage
 from stratad.supervisor import Supervisor
 from stratad.tally import Histogram
 from stratad.types import GenRequest, Sampling
@@ -73,9 +74,10 @@ class Case:
             lambda: Command(["engine"], {}), self.settings, self.world.effects(), self.scheduler
         )
         self.scheduler.attach(self.supervisor)
+        self.storage = Storage(self.settings, {}, self.world.time.now)
 
     def view(self) -> View:
-        return View(self.settings, self.supervisor, self.scheduler, 12.5)
+        return View(self.settings, self.supervisor, self.scheduler, self.storage, 12.5)
 
     def samples(self) -> Samples:
         assert json.loads(json.dumps(metrics.snapshot(self.view())))["uptime_s"] == 12.5

@@ -657,6 +657,20 @@ async def test_suspects_run_alone_one_after_the_other_until_they_are_above_suspi
             await generation.cancel()
 
 
+async def test_engines_that_were_asked_to_end_make_nobody_a_suspect() -> None:
+    async with running() as case:
+        generation = case.scheduler.submit(ask(1, max_new=100))
+        for count in range(5):
+            case.tokens(50 + count)
+            case.engine.state = EngineState.RESTARTING
+            case.scheduler.engine_down("as was asked", False, planned=True)
+            case.up()
+        out = ",".join(str(50 + count) for count in range(5))
+        assert case.engine.sent[-1] == f"BGEN 0 95 seed=7 out_from=2 1,2,{out}"  # the whole rest, not a probation
+        assert generation.deaths == 0 and not generation.ended
+        await generation.cancel()
+
+
 async def test_only_who_was_alone_in_two_dying_engines_is_failed() -> None:
     async with running(slots=2) as case:
         culprit, innocent = case.scheduler.submit(ask(1, max_new=50)), case.scheduler.submit(ask(10))

@@ -8,6 +8,7 @@ from stratad import status
 from stratad.child import Command
 from stratad.scheduler import Scheduler
 from stratad.settings import Effective, Settings
+from stratad.storage import Storage
 from stratad.supervisor import Supervisor
 from stratad.types import GenRequest, Sampling
 
@@ -25,9 +26,10 @@ class Case:
             lambda: Command(["engine"], {}), self.settings, self.world.effects(), self.scheduler
         )
         self.scheduler.attach(self.supervisor)
+        self.storage = Storage(self.settings, {}, self.world.time.now)
 
     def now(self) -> dict[str, object]:
-        snapshot = status.snapshot(self.settings, self.supervisor, self.scheduler, ["[::1]:8080"], 12.345)
+        snapshot = status.snapshot(self.settings, self.supervisor, self.scheduler, self.storage, ["[::1]:8080"], 12.345)
         assert json.loads(json.dumps(snapshot)) == snapshot
         return snapshot
 

@@ -16,6 +16,7 @@ from stratad.engine_protocol import LINE_LIMIT, Answer, Err, SlotToken, StatLine
 from stratad.settings import BY_NAME, Effective, Settings
 from stratad.supervisor import (
     BACKOFF_MOST_S,
+    RESTART_TEXT,
     CommandError,
     EngineState,
     Supervisor,
@@ -40,6 +41,7 @@ class Watcher:
         self.readies: list[EngineFacts] = []
         self.answers: list[Answer] = []
         self.downs: list[tuple[str, bool]] = []
+        self.plans: list[bool] = []
 
     def engine_ready(self, facts: EngineFacts) -> None:
         self.readies.append(facts)
@@ -47,7 +49,8 @@ class Watcher:
     def engine_answers(self, answers: list[Answer]) -> None:
         self.answers += answers
 
-    def engine_down(self, reason: str, permanent: bool) -> None:
+    def engine_down(self, reason: str, permanent: bool, planned: bool) -> None:
+        self.plans.append(planned)
         self.downs.append((reason, permanent))
 
 
@@ -397,6 +400,77 @@ async def test_a_process_that_cannot_even_be_killed_does_not_hold_the_daemon() -
         stop = asyncio.create_task(case.supervisor.stop())
         await case.world.time.advance(20)
         assert stop.done()
+
+
+# -- starting again as asked
+
+
+async def test_a_restart_that_was_asked_for_is_no_failure() -> None:
+    async with running(limits(stop_timeout_s=5)) as case:
+        await case.ready()
+        case.supervisor.expect(8)
+        restart = asyncio.create_task(case.supervisor.restart())
+        await settle()
+        assert case.state() is EngineState.RESTARTING
+        assert (case.first.heard, case.first.signals) == (["QUIT"], [signal.SIGTERM])
+        case.first.say("BT 0 5", "nonsense that would have it killed", "READY 1 stop")
+        assert case.watcher.answers == []
+        case.first.exit(0)
+        await asyncio.wait_for(restart, 1)
+        await case.world.time.advance(0)
+        await case.ready()
+        assert len(case.world.children) == 2 and case.state() is EngineState.READY
+        assert (case.supervisor.failures, case.supervisor.restarts) == (0, 1)
+        assert case.watcher.downs == [(RESTART_TEXT, False)] and case.watcher.plans == [True]
+
+
+async def test_an_engine_that_does_not_make_room_for_the_next_is_killed() -> None:
+    async with running(limits(stop_timeout_s=5, stall_limit_s=2)) as case:
+        await case.ready()
+        case.supervisor.expect(2)
+        restart = asyncio.create_task(case.supervisor.restart())
+        await case.world.time.advance(4.9)
+        assert case.first.signals == [signal.SIGTERM]  # its silence is nothing to kill it for
+        await case.world.time.advance(0.2)
+        assert case.first.signals == [signal.SIGTERM, signal.SIGKILL]
+        await asyncio.wait_for(restart, 1)
+        await case.ready()
+        assert case.state() is EngineState.READY and case.supervisor.failures == 0
+
+
+@pytest.mark.parametrize("code", [1, 78])
+async def test_asked_for_while_no_engine_runs_it_starts_one_at_once(code: int) -> None:
+    async with running() as case:
+        for _ in range(4):
+            if len(case.world.children) < 4 and case.state() is not EngineState.FAILED:
+                case.child.exit(code)
+                await settle()
+                await case.supervisor.restart()
+                await settle()
+        assert len(case.world.children) >= 2 and case.state() is EngineState.STARTING
+
+
+async def test_asked_for_while_stopping_nothing_starts() -> None:
+    async with running() as case:
+        await case.ready()
+        case.child.dies_of.add(signal.SIGTERM)
+        await case.supervisor.stop()
+        await case.supervisor.restart()
+        await case.world.time.advance(100)
+        assert len(case.world.children) == 1 and case.state() is EngineState.STOPPED
+
+
+async def test_stopping_amid_a_restart_stops() -> None:
+    async with running(limits(stop_timeout_s=5)) as case:
+        await case.ready()
+        restart = asyncio.create_task(case.supervisor.restart())
+        await settle()
+        stop = asyncio.create_task(case.supervisor.stop())
+        await settle()
+        case.child.exit(0)
+        await asyncio.wait_for(asyncio.gather(restart, stop), 1)
+        await case.world.time.advance(100)
+        assert len(case.world.children) == 1 and case.state() is EngineState.STOPPED
 
 
 def test_exits_in_words() -> None:

@@ -23,7 +23,7 @@ PROTOCOL = 1  # of this interface; raised when an existing method changes its me
 SPEAK_EVERY_S = 5.0  # Watch is never silent for longer
 INTERVAL_MS = (50, 60_000)  # how often Watch may look for a change
 # Members of the snapshot, at any depth, that only say how time passes: no change worth telling.
-RESTLESS = frozenset({"uptime_s", "silent_s", "elapsed_s"})
+RESTLESS = frozenset({"uptime_s", "silent_s", "elapsed_s", "retry_in_s"})
 
 _logger = logging.getLogger("stratad.control")
 
