@@ -389,12 +389,18 @@ ST_API int st_eval_logits(st_eval *e, const int32_t *ids, int n, int want_from, 
 /* ---- the line protocol's requests -------------------------------------------------------------------------------- */
 
 enum st_command {
-    ST_CMD_GEN = 0, ST_CMD_STOP = 1, ST_CMD_STAT = 2, ST_CMD_QUIT = 3, ST_CMD_BGEN = 4, ST_CMD_BSTOP = 5, ST_CMD_BYIELD = 6
+    ST_CMD_GEN = 0, ST_CMD_STOP = 1, ST_CMD_STAT = 2, ST_CMD_QUIT = 3, ST_CMD_BGEN = 4, ST_CMD_BSTOP = 5, ST_CMD_BYIELD = 6,
+    ST_CMD_PARK = 7, ST_CMD_WANT = 8, ST_CMD_RESTORE = 9, ST_CMD_XSTOP = 10
 };
 
-/* One line, parsed. Of BSTOP and BYIELD only the slot is filled. ids and bias arrays belong to it: st_request_free. */
+/* One line, parsed; only what its command has is filled. Arrays belong to it: st_request_free. */
 typedef struct st_request {
+    int command; /* enum st_command, also when the rest of the line is wrong; -1: not known */
     int slot; /* -1: GEN */
+    uint64_t transfer; /* 0: not a transfer's line, or a number that cannot be one */
+    int tokens;        /* RESTORE: how many */
+    uint8_t *bits;     /* WANT: n_bits bytes, entry i is bit i mod 8 of byte i / 8 */
+    int n_bits;
     int max_new;
     float spec_min_p, spec_p_cum, spec_p_cum_deep; /* this request's draft rules; negative: the engine's */
     st_sampling sampling;
@@ -409,7 +415,7 @@ typedef struct st_request {
 } st_request;
 
 /* Parse one line (no newline). Returns the command (enum st_command), or -1 with err: bad_command, bad_key, bad_ids,
- * bad_max_new, token_range, no_memory. GEN fills *req, which must be zeroed before; free it also after an error. */
+ * bad_max_new, token_range, no_memory, bad_slot, bad_transfer, no_position. GEN fills *req, which must be zeroed before; free it also after an error. */
 ST_API int st_parse_line(const char *line, int n_vocab, st_request *req, st_error *err);
 /* Free what the request holds and zero it. */
 ST_API void st_request_free(st_request *req);
@@ -490,6 +496,65 @@ ST_API void st_spec_count_drafts(st_spec_cost *c, int passes, double ms);
 ST_API double st_spec_window_ms(const st_spec_cost *c, int rows);
 /* How deep each of the n (at most 65) decoding slots of a window drafts; slot i at most most[i]. */
 ST_API void st_spec_depths(const st_spec_cost *c, st_acceptance *const *a, const int *most, int n, int *depth);
+
+/* ---- checksums ---------------------------------------------------------------------------------------------------- */
+
+/* CRC-32C of `len` bytes that follow those whose CRC is `crc` (0: none). */
+ST_API uint32_t st_crc32c(uint32_t crc, const void *data, size_t len);
+/* The same by tables alone, as on processors without the instruction. */
+ST_API uint32_t st_crc32c_table(uint32_t crc, const void *data, size_t len);
+
+/* ---- images (native/IMAGES.md) ------------------------------------------------------------------------------------ */
+
+#define ST_IMAGE_PAGE 256
+#define ST_MANIFEST_MOST 0x4000000 /* bytes of a manifest at most: 64 MiB */
+
+enum st_image_kind { ST_IMAGE_MAIN = 1, ST_IMAGE_DRAFTER = 2, ST_IMAGE_TAIL = 3, ST_IMAGE_CHECKPOINT = 4 };
+/* Flags of a checkpoint. */
+#define ST_IMAGE_ROOT 1
+#define ST_IMAGE_PINNED 2
+
+typedef struct st_image_entry {
+    int kind;      /* enum st_image_kind */
+    int flags;
+    int position;  /* tokens of the prefix that ends with it */
+    int parent;    /* number of the main page it hangs on; -1: the root */
+    uint32_t crc;  /* CRC-32C of its bytes */
+    uint64_t bytes;
+    uint8_t key[32];
+} st_image_entry;
+
+/* What an image of n tokens is made of. ids and entries belong to it. */
+typedef struct st_manifest {
+    uint8_t identity[16];
+    int n, n_entries;
+    int32_t *ids;
+    st_image_entry *entries;
+} st_manifest;
+
+/* What decides the sizes of a model's entries, in bytes. */
+typedef struct st_image_sizes {
+    uint64_t block, draft_block; /* 64 positions; 0 in draft_block: no drafter */
+    uint64_t checkpoint;         /* 0: the model has no checkpoints */
+    int recurrent;               /* images are taken up at their checkpoints only */
+} st_image_sizes;
+
+/* Read a manifest out of untrusted bytes; everything in it is checked, the keys too. Free it. Errors: bad_image,
+ * no_memory. */
+ST_API int st_manifest_read(const void *data, size_t size, st_manifest **out, st_error *err);
+ST_API void st_manifest_free(st_manifest *m); /* NULL is fine */
+/* Its bytes, and how many they are. */
+ST_API size_t st_manifest_bytes(const st_manifest *m);
+ST_API void st_manifest_write(const st_manifest *m, uint8_t *out);
+/* The manifest of ids[0..n), n >= 1: all pages, the tail, the drafter's as far as its rows [0, drafted) go, and
+ * checkpoints at points[0..n_points), ascending. The entries' CRCs are 0. Free it. Errors: no_memory, bad_image. */
+ST_API int st_manifest_make(const uint8_t *identity, const int32_t *ids, int n, int drafted, const st_image_sizes *sizes,
+                            const int *points, const int *flags, int n_points, st_manifest **out, st_error *err);
+/* Whether entries' sizes and token ids are those of a model. Errors: bad_image. */
+ST_API int st_manifest_fits(const st_manifest *m, const st_image_sizes *sizes, int n_vocab, st_error *err);
+/* What the first p tokens need: use[i] becomes 1 for each entry that must be had, 2 for those that may be had (the
+ * drafter's), else 0. Errors: no_position. */
+ST_API int st_manifest_choose(const st_manifest *m, const st_image_sizes *sizes, int p, uint8_t *use, st_error *err);
 
 /* ---- memory plan (src/plan.h) ------------------------------------------------------------------------------------ */
 

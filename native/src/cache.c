@@ -34,6 +34,19 @@ const st_checkpoint *st_cache_find(st_cache *c, const int32_t *ids, int n) {
     return best;
 }
 
+int st_cache_beginnings(st_cache *c, const int32_t *ids, int n, st_checkpoint **out, int most) {
+    int count = 0;
+    for (st_checkpoint *k = c->list; k; k = k->next)
+        if (begins(k, ids, n) && count++ < most) out[count - 1] = st_checkpoint_share(k);
+    return count;
+}
+
+const st_checkpoint *st_cache_at(const st_cache *c, int i) {
+    const st_checkpoint *k = c->list;
+    while (k && i--) k = k->next;
+    return k;
+}
+
 static void drop(st_cache *c, const st_session *any, st_checkpoint **at) {
     st_checkpoint *k = *at;
     *at = k->next;

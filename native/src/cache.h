@@ -16,6 +16,11 @@ const st_checkpoint *st_cache_find(st_cache *c, const int32_t *ids, int n);
 /* Keep the session's state (settled) at its position, unless it is kept already. Older, less used ones make room. */
 enum { ST_KEEP_ROOT = 1, ST_KEEP_PINNED = 2 };
 void st_cache_put(st_cache *c, const st_session *s, int flags);
+/* Checkpoints that are beginnings of ids[0..n), in no order: at most `most` into out, each with one more user. Returns
+ * how many there are. */
+int st_cache_beginnings(st_cache *c, const int32_t *ids, int n, st_checkpoint **out, int most);
+/* The i-th of all, in no order; NULL behind the last. */
+const st_checkpoint *st_cache_at(const st_cache *c, int i);
 /* Drop the least worthy checkpoint, so that its blocks may return to the pool. 0 when there was none. */
 int st_cache_shrink(st_cache *c, const st_session *any);
 

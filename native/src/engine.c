@@ -7,6 +7,7 @@
 #include "plan.h"
 #include "protocol.h"
 #include "slot.h"
+#include "transfer.h"
 #include "window.h"
 
 #include <errno.h>
@@ -23,6 +24,7 @@ typedef struct engine {
     st_input in;
     st_pool *pool, *draft_pool;
     st_cache *cache;
+    st_transfers *transfers;
     st_slot *slots; /* n_slots tagged ones, then the hidden one */
     int n_slots, n_all;
     st_pace pace;
@@ -128,7 +130,8 @@ static void say_stat(const engine *e) {
     st_out_part("\"prompt_cache\":{\"checkpoints\":%d,\"mib\":%.1f},", st_cache_count(e->cache), (double)st_cache_bytes(e->cache) / 1048576.0);
     st_out_part("\"spec\":{\"on\":%s,\"depth\":%d,\"window_base_ms\":%.4f,\"window_row_ms\":%.4f,\"draft_pass_ms\":%.4f},",
                 e->drafting ? "true" : "false", e->rule.depth, e->cost.window_base, e->cost.window_row, e->cost.draft_pass);
-    st_out_part("\"slots\":[");
+    st_transfers_say(e->transfers);
+    st_out_part(",\"slots\":[");
     say_slots(e);
     st_out_line("]}");
 }
@@ -138,6 +141,7 @@ static void say_stat(const engine *e) {
 static void come_to_rest(engine *e, st_slot *t) {
     st_model_settle(e->m, t->session);
     if (!t->req.keep) st_session_clear(t->session);
+    if (t->session->drafted > t->session->n) t->session->drafted = t->session->n; /* that row's token was said, but may not follow */
     t->state = ST_SLOT_IDLE;
     t->n_draft = t->parked = t->stop = t->yield = 0;
     st_request_free(&t->req);
@@ -258,9 +262,20 @@ static void take_line(void *arg, const char *line) {
     case ST_CMD_BYIELD: yield(e, req.slot); break;
     case ST_CMD_STAT: say_stat(e); break;
     case ST_CMD_QUIT: e->in.quit = 1; break;
-    default: st_slot_say_error(req.slot, &err); /* a BGEN that cannot be parsed is refused under its slot */
+    case ST_CMD_PARK:
+    case ST_CMD_WANT:
+    case ST_CMD_RESTORE:
+    case ST_CMD_XSTOP: st_transfers_order(e->transfers, command, &req); break;
+    default:
+        if (req.command >= ST_CMD_PARK) st_transfers_refuse(e->transfers, &req, &err);
+        else st_slot_say_error(req.slot, &err); /* a BGEN that cannot be parsed is refused under its slot */
     }
     st_request_free(&req);
+}
+
+static void hear_transfers(void *arg) {
+    engine *e = arg;
+    st_transfers_hear(e->transfers);
 }
 
 static void refuse_line(void *arg, const char *why) {
@@ -342,7 +357,7 @@ static void fail_pool_full(engine *e, st_slot *t) {
     fail(e, t, &err);
 }
 
-/* Every running slot is parked for want of room: the youngest gives its blocks and reads again later. Who needs more than
+/* Every running slot is parked for want of room. Transfers give theirs; then the youngest gives its blocks and reads again later. Who needs more than
  * there is ends: others would wait for it for ever. */
 static void break_deadlock(engine *e) {
     st_slot *youngest = NULL;
@@ -357,7 +372,7 @@ static void break_deadlock(engine *e) {
         active++;
         if (t->session->n_blocks && (!youngest || t->start > youngest->start)) youngest = t;
     }
-    if (!youngest) return;
+    if (st_transfers_give_way(e->transfers) || !youngest) return;
     if (active == 1) {
         fail_pool_full(e, youngest);
         return;
@@ -477,7 +492,12 @@ static int take_drafts(engine *e, drafting *d) {
     return d->n = kept;
 }
 
-static int draft_room(const st_slot *t, int upto) { return t->session->n_draft_blocks * 64 >= upto; }
+/* Whether the drafter's rows up to there can be written: there is room, and the first block of them is the slot's own. */
+static int draft_room(const st_slot *t, int upto) {
+    const st_session *s = t->session;
+    int first = s->drafted / 64;
+    return s->n_draft_blocks * 64 >= upto && (first >= s->n_draft_blocks || st_pool_users(s->draft_blocks[first]) == 1);
+}
 
 /* How many drafts each decoding slot gets in the next window. */
 static void choose_depths(engine *e, int *depth) {
@@ -533,7 +553,7 @@ static void run_drafter(engine *e, const members *w) {
             const float *h = j ? e->hidden + (size_t)(w->first[i] + j - 1) * E : pos ? s->hidden : NULL;
             rows[n_rows++] = (st_draft_row){s, pos, w->run[i].ids[j], h};
         }
-        if (s->drafted >= base) s->drafted = s->n;
+        if (s->drafted > base || (s->drafted == base && s->hidden_at == base)) s->drafted = s->n;
         if (!drafts) continue;
         want[d.n] = n_rows;
         rows[n_rows++] = (st_draft_row){s, s->n, t->ids[s->n], e->hidden + (size_t)(w->first[i] + w->kept[i] - 1) * E};
@@ -659,7 +679,7 @@ static void window(engine *e) {
     }
     int n_want = wanted(&w, want, w.logit);
     double start = now_ms();
-    st_window pass = {.runs = w.run, .n_runs = w.n, .want = want, .n_want = n_want, .logits = e->logits, .hidden = e->drafting ? e->hidden : NULL, .bad = e->bad};
+    st_window pass = {.runs = w.run, .n_runs = w.n, .want = want, .n_want = n_want, .logits = e->logits, .hidden = e->m->shape.drafter ? e->hidden : NULL, .bad = e->bad};
     st_model_forward(e->m, &pass);
     e->window_ms = now_ms() - start;
     e->windows++;
@@ -670,8 +690,10 @@ static void window(engine *e) {
     for (int i = 0; i < w.n; i++) {
         st_slot *t = w.slot[i];
         if (!w.kept[i]) continue; /* failed */
-        if (e->drafting) /* what the next window's first drafter row stands on */
+        if (e->m->shape.drafter) { /* what the next window's first drafter row stands on, be it in another engine */
             memcpy(t->session->hidden, e->hidden + (size_t)(w.first[i] + w.kept[i] - 1) * (size_t)e->m->n_embd, (size_t)e->m->n_embd * sizeof(float));
+            t->session->hidden_at = t->session->n;
+        }
         checkpoint(e, t);
         if (t->n_draft < 0) finish(e, t, end_word(t->stop));
     }
@@ -698,8 +720,17 @@ static int make_plan(engine *e, st_error *err) {
     return 0;
 }
 
+static int open_transfers(engine *e, st_error *err) {
+    char identity[33];
+    st_holdings h = {e->m, e->slots, e->n_slots, e->n_all, e->pool, e->draft_pool, e->cache};
+    st_engine_identity(e->m, st_kv_name(e->m->shape.kv), identity);
+    if (st_transfers_new(e->o->bulk_fd, &h, identity, &e->transfers, err)) return -1;
+    e->in.wake = st_transfers_wake_fd(e->transfers);
+    return 0;
+}
+
 static int engine_new(engine *e, st_model *m, const st_options *o, st_error *err) {
-    *e = (engine){.m = m, .o = o, .started = now_ms(), .in = {.line = take_line, .refused = refuse_line, .arg = e, .signals = -1}, .worth = 256};
+    *e = (engine){.m = m, .o = o, .started = now_ms(), .in = {.line = take_line, .refused = refuse_line, .woken = hear_transfers, .arg = e, .wake = -1, .signals = -1}, .worth = 256};
     if (make_plan(e, err)) return -1;
     e->n_slots = e->plan.slots;
     e->n_all = e->n_slots + 1;
@@ -729,10 +760,11 @@ static int engine_new(engine *e, st_model *m, const st_options *o, st_error *err
     st_sampler_set_exp(e->sampler, m->kernels->exp_sub);
     find_marks(e);
     if (st_input_open(&e->in)) return st_fail(err, "internal", "no descriptor for signals: %s", strerror(errno));
-    return 0;
+    return open_transfers(e, err);
 }
 
 static void engine_free(engine *e) {
+    st_transfers_free(e->transfers);
     if (e->cache && e->slots) st_cache_free(e->cache, e->slots[0].session);
     for (int i = 0; e->slots && i < e->n_all; i++) st_slot_free(&e->slots[i]);
     free(e->slots);
@@ -756,7 +788,8 @@ static void say_facts(const engine *e, const char *kv) {
                 m->fingerprint, m->kernels->isa, st_team_size(m->team), kv, m->shape.max_context, m->trained_context, m->n_vocab);
     st_out_line("INFO weights_mib=%zu session_kib_per_token=%.2f session_fixed_kib=%zu chunk=%d pool_blocks=%d", st_weights_bytes(m->weights) >> 20,
                 (double)st_block_bytes(&m->shape) / 64.0 / 1024.0, st_session_fixed_bytes(&m->shape) >> 10, e->o->chunk, e->plan.blocks);
-    st_out_line("INFO batch_slots=%d slot_cache=1 mtp=%d spec=%d", e->n_slots, m->shape.drafter, e->drafting ? e->rule.depth : 0);
+    st_out_line("INFO batch_slots=%d slot_cache=1 mtp=%d spec=%d images=%d", e->n_slots, m->shape.drafter, e->drafting ? e->rule.depth : 0,
+                e->o->bulk_fd >= 0);
     st_out_line("READY %d stop", m->shape.max_context);
 }
 
@@ -781,6 +814,7 @@ int st_engine_serve(st_model *m, const st_options *o) {
         window(&e);
         st_input_between_windows(&e.in);
     }
+    st_transfers_stop(e.transfers);
     st_input_goodbye(&e.in);
     engine_free(&e);
     return 0;

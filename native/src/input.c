@@ -68,9 +68,11 @@ static int reader_is_far_behind(void) { return st_out_pending() > MOST_PENDING; 
 static void attend_to(st_input *in, int timeout) {
     struct pollfd p[] = {{.fd = in->signals, .events = POLLIN},
                          {.fd = in->quit || reader_is_far_behind() ? -1 : STDIN_FILENO, .events = POLLIN},
-                         {.fd = STDOUT_FILENO, .events = st_out_pending() ? POLLOUT : 0}};
+                         {.fd = STDOUT_FILENO, .events = st_out_pending() ? POLLOUT : 0},
+                         {.fd = in->wake, .events = POLLIN}};
     if (poll(p, sizeof p / sizeof *p, timeout) <= 0) return;
     if (p[0].revents || p[2].revents & (POLLERR | POLLHUP | POLLNVAL)) in->leave = 1;
+    if (p[3].revents) in->woken(in->arg);
     if (p[1].revents) take_input(in);
     if (st_out_flush()) in->leave = 1;
 }

@@ -7,7 +7,9 @@
 typedef struct st_input {
     void (*line)(void *arg, const char *line);        /* one complete line */
     void (*refused)(void *arg, const char *why);      /* one that cannot be taken */
+    void (*woken)(void *arg);                         /* `wake` is readable */
     void *arg;
+    int wake;    /* another descriptor to wait for; -1: none */
     int quit;    /* take no more input: QUIT, or its end */
     int leave;   /* end at the next window: told so by a signal, or the reader has gone */
     int signals; /* descriptor that is readable when a signal has come */

@@ -53,6 +53,8 @@ static const struct {
      "memory for weights, slots and pool together; 0: nine tenths of what is free [0]"},
     {"--pool-blocks", "N", INT, offsetof(st_options, pool_blocks), 0, 1 << 30, NULL,
      "limit of the page pool, in blocks of 64 positions; 0: as planned [0]"},
+    {"--bulk-fd", "N", INT, offsetof(st_options, bulk_fd), 3, 1 << 20, NULL,
+     "open SOCK_SEQPACKET socket over which images of conversations travel [none]"},
     {"--self-test", "ROUNDS", INT, offsetof(st_options, self_test), 1, 1000000, NULL,
      "compare the kernels with the specification on this processor and exit"},
     {"--bench-kernels", NULL, FLAG, offsetof(st_options, bench_kernels), 0, 0, NULL, "print each kernel's speed and exit"},
@@ -138,7 +140,7 @@ static int set(st_options *o, int i, const char *value, st_error *err) {
 
 int st_options_parse(int argc, char **argv, st_options *o, st_error *err) {
     *o = (st_options){.chunk = 512, .parallel = 1, .stall_target_ms = 250, .decode_share = 0.5, .spec = 3, .spec_min_p = 0.5,
-                      .prompt_cache_mib = 256, .prompt_cache_every = 4096, .prompt_cache_root = 64};
+                      .prompt_cache_mib = 256, .prompt_cache_every = 4096, .prompt_cache_root = 64, .bulk_fd = -1};
     for (int a = 1; a < argc; a++) {
         const char *eq = strchr(argv[a], '=');
         size_t len = eq ? (size_t)(eq - argv[a]) : strlen(argv[a]);

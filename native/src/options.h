@@ -10,6 +10,7 @@ typedef struct st_options {
     int parallel, memory_mib, pool_blocks, prompt_cache_mib, prompt_cache_every, prompt_cache_root;
     int spec, spec_fixed, batch_mtp;
     double stall_target_ms, decode_share, spec_min_p;
+    int bulk_fd;
     int self_test, bench_kernels, help, version;
 } st_options;
 

@@ -10,12 +10,14 @@
 
 /* ---- tables ------------------------------------------------------------------------------------------------- */
 
+/* What follows a command, in order: x a transfer, s a slot, p a number of tokens, w a list of entries, g what GEN has. */
 static const struct {
     const char *word;
     int command;
-    int slot; /* a slot number follows */
-} COMMANDS[] = {{"GEN", ST_CMD_GEN, 0},   {"STOP", ST_CMD_STOP, 0},   {"STAT", ST_CMD_STAT, 0},     {"QUIT", ST_CMD_QUIT, 0},
-                {"BGEN", ST_CMD_BGEN, 1}, {"BSTOP", ST_CMD_BSTOP, 1}, {"BYIELD", ST_CMD_BYIELD, 1}};
+    const char *follows;
+} COMMANDS[] = {{"GEN", ST_CMD_GEN, "g"},     {"STOP", ST_CMD_STOP, ""},    {"STAT", ST_CMD_STAT, ""},          {"QUIT", ST_CMD_QUIT, ""},
+                {"BGEN", ST_CMD_BGEN, "sg"},  {"BSTOP", ST_CMD_BSTOP, "s"}, {"BYIELD", ST_CMD_BYIELD, "s"},     {"PARK", ST_CMD_PARK, "xs"},
+                {"WANT", ST_CMD_WANT, "xw"}, {"RESTORE", ST_CMD_RESTORE, "xsp"}, {"XSTOP", ST_CMD_XSTOP, "x"}};
 
 typedef enum kind { FLOAT, INT, U64, U32, BIAS } kind;
 
@@ -209,22 +211,72 @@ static int parse_slot(const char **p, const char *command, st_request *req, st_e
     return 0;
 }
 
+/* The number of a transfer, 1 to 2^63 - 1. */
+static int parse_transfer(const char **p, const char *command, st_request *req, st_error *err) {
+    uint64_t x;
+    word w = next_word(p);
+    if (!w.n || *w.at == '-' || seed_number(w, &x) || x < 1 || x > INT64_MAX)
+        return st_fail(err, "bad_transfer", "%s <x> is a number from 1 to 2^63 - 1, not \"%.*s\"", command, shown(w), w.at);
+    req->transfer = x;
+    return 0;
+}
+
+static int parse_tokens(const char **p, const char *command, st_request *req, st_error *err) {
+    double v;
+    word w = next_word(p);
+    if (number(w, &v) || !(v >= 1 && v <= 2147483647) || v != floor(v))
+        return st_fail(err, "no_position", "%s <tokens> is a number from 1, not \"%.*s\"", command, shown(w), w.at);
+    req->tokens = (int)v;
+    return 0;
+}
+
+static int digit(char c) {
+    const char *digits = "0123456789abcdef", *at = c ? strchr(digits, c | 0x20) : NULL;
+    return at ? (int)(at - digits) : -1;
+}
+
+/* Bytes in hexadecimal digits, or - for none. */
+static int parse_bits(const char **p, const char *command, st_request *req, st_error *err) {
+    word w = next_word(p);
+    if (is(w, "-")) return 0;
+    if (!w.n || w.n % 2 || w.n > 1 << 24) return st_fail(err, "bad_transfer", "%s <bits> are bytes of two hexadecimal digits, or -", command);
+    if (!(req->bits = malloc(w.n / 2))) return st_fail(err, "no_memory", "no memory for a list of entries");
+    for (size_t i = 0; i < w.n; i += 2) {
+        int high = digit(w.at[i]), low = digit(w.at[i + 1]);
+        if (high < 0 || low < 0) return st_fail(err, "bad_transfer", "%s <bits> are bytes of two hexadecimal digits, or -", command);
+        req->bits[req->n_bits++] = (uint8_t)(high * 16 + low);
+    }
+    return 0;
+}
+
+static int parse_part(char part, const char **p, const char *command, int n_vocab, st_request *req, st_error *err) {
+    switch (part) {
+    case 's': return parse_slot(p, command, req, err);
+    case 'x': return parse_transfer(p, command, req, err);
+    case 'p': return parse_tokens(p, command, req, err);
+    case 'w': return parse_bits(p, command, req, err);
+    default: return parse_gen(*p, n_vocab, req, err);
+    }
+}
+
 int st_parse_line(const char *line, int n_vocab, st_request *req, st_error *err) {
     word w = next_word(&line);
-    req->slot = -1;
+    req->slot = req->command = -1;
     for (size_t i = 0; i < sizeof COMMANDS / sizeof *COMMANDS; i++) {
         if (!is(w, COMMANDS[i].word)) continue;
-        if (COMMANDS[i].slot && parse_slot(&line, COMMANDS[i].word, req, err)) return -1;
-        int generates = COMMANDS[i].command == ST_CMD_GEN || COMMANDS[i].command == ST_CMD_BGEN;
-        if (generates && parse_gen(line, n_vocab, req, err)) return -1;
-        return (int)COMMANDS[i].command;
+        req->command = COMMANDS[i].command;
+        for (const char *part = COMMANDS[i].follows; *part; part++)
+            if (parse_part(*part, &line, COMMANDS[i].word, n_vocab, req, err)) return -1;
+        return req->command;
     }
-    return st_fail(err, "bad_command", "unknown command \"%.*s\"; known are GEN, BGEN, STOP, BSTOP, BYIELD, STAT, QUIT", shown(w), w.at);
+    return st_fail(err, "bad_command", "unknown command \"%.*s\"; known are GEN, BGEN, STOP, BSTOP, BYIELD, PARK, WANT, RESTORE, XSTOP, STAT, QUIT",
+                   shown(w), w.at);
 }
 
 void st_request_free(st_request *req) {
     free(req->ids);
     free(req->bias_ids);
     free(req->bias);
+    free(req->bits);
     memset(req, 0, sizeof *req);
 }

@@ -74,7 +74,7 @@ int st_session_new(const st_shape *shape, st_pool *pool, st_pool *draft_pool, st
 void st_session_clear(st_session *s) {
     give_all(s->pool, s->blocks, &s->n_blocks);
     give_all(s->draft_pool, s->draft_blocks, &s->n_draft_blocks);
-    s->n = s->pending = s->drafted = 0;
+    s->n = s->pending = s->drafted = s->hidden_at = 0;
     memset(s->states, 0, all_states(&s->shape) * sizeof(float));
     memset(s->convs, 0, all_convs(&s->shape) * sizeof(float));
     memset(s->hidden, 0, (size_t)s->shape.n_embd * sizeof(float));
@@ -121,8 +121,13 @@ size_t st_checkpoint_bytes(const st_shape *shape, int n) {
            (size_t)(n + 63) / 64 * 2 * sizeof(uint8_t *) + sizeof(st_checkpoint);
 }
 
+st_checkpoint *st_checkpoint_share(st_checkpoint *c) {
+    c->users++;
+    return c;
+}
+
 void st_checkpoint_free(const st_session *s, st_checkpoint *c) {
-    if (!c) return;
+    if (!c || --c->users > 0) return;
     if (c->blocks) give_all(s->pool, c->blocks, &c->n_blocks);
     if (c->draft_blocks) give_all(s->draft_pool, c->draft_blocks, &c->n_draft_blocks);
     free(c->blocks);
@@ -153,7 +158,9 @@ st_checkpoint *st_checkpoint_new(const st_session *s) {
     st_checkpoint *c = calloc(1, sizeof *c);
     size_t list = (size_t)(s->n + 63) / 64 * sizeof(uint8_t *);
     if (!c) return NULL;
+    c->users = 1;
     c->n = s->n;
+    c->hidden_at = s->hidden_at;
     c->drafted = s->drafted < s->n ? s->drafted : s->n;
     c->ids = copy_of(s->ids, (size_t)s->n * sizeof *s->ids);
     c->states = copy_of(s->states, all_states(&s->shape) * sizeof(float));
@@ -176,6 +183,7 @@ void st_checkpoint_restore(st_session *s, const st_checkpoint *c) {
     s->n = c->n;
     s->pending = 0;
     s->drafted = c->drafted;
+    s->hidden_at = c->hidden_at;
     memcpy(s->ids, c->ids, (size_t)c->n * sizeof *s->ids);
     memcpy(s->states, c->states, all_states(&s->shape) * sizeof(float));
     memcpy(s->convs, c->convs, all_convs(&s->shape) * sizeof(float));

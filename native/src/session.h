@@ -36,7 +36,8 @@ typedef struct st_session {
     /* drafter: rows [0, drafted) of its layer are there, made from target states */
     uint8_t **draft_blocks;
     int n_draft_blocks, drafted;
-    float *hidden;          /* [n_embd] trunk hidden of the last token held */
+    float *hidden;          /* [n_embd] trunk hidden of token hidden_at - 1, */
+    int hidden_at;          /* which is the last token held, unless the session was cut */
 } st_session;
 
 /* Bytes of one block of 64 positions (trunk, drafter), and of what a session holds besides blocks. */
@@ -64,6 +65,8 @@ typedef struct st_checkpoint {
     uint8_t **blocks, **draft_blocks;
     int n_blocks, n_draft_blocks, drafted;
     float *states, *convs, *hidden;
+    int hidden_at;          /* n, or another: not known */
+    int users;              /* the prompt cache, transfers */
     int pinned, root;       /* kept before others: pin=N of a request; the end of a system prompt */
     uint64_t used;          /* clock of the last use */
     struct st_checkpoint *next;
@@ -71,6 +74,8 @@ typedef struct st_checkpoint {
 
 /* Keep the session's state at its position (nothing may be pending). NULL when there is no memory. */
 st_checkpoint *st_checkpoint_new(const st_session *s);
+/* One more user; the last to free it is the one that counts. */
+st_checkpoint *st_checkpoint_share(st_checkpoint *c);
 void st_checkpoint_free(const st_session *s, st_checkpoint *c);
 /* Put the session where the checkpoint is. The session's own content is given up. */
 void st_checkpoint_restore(st_session *s, const st_checkpoint *c);

@@ -126,13 +126,20 @@ class Stream:
 class Slots:
     """An engine with slots. Use as a context: it must end well."""
 
-    def __init__(self, *args: str | Path, model: str | Path = MODEL, env: dict[str, str] | None = None) -> None:
-        self.engine = Engine(*args, model=model, env=env)
+    def __init__(
+        self,
+        *args: str | Path,
+        model: str | Path = MODEL,
+        env: dict[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        self.engine = Engine(*args, model=model, env=env, pass_fds=pass_fds)
         self.running: dict[int, Stream] = {}
         self.pushed: dict[int, Stream] = {}  # sent to slots that were busy, as far as was known
         self.idle_errors: list[str] = []  # ERR and BERR lines that end no request
         self.stats: list[dict[str, Any]] = []
         self.yields: list[tuple[int, int]] = []
+        self.transfers: list[list[str]] = []  # WANT, PARKED, RESTORED and XERR lines, as words
 
     def __enter__(self) -> Slots:
         self.engine.__enter__()
@@ -165,6 +172,9 @@ class Slots:
         word, *rest = self.engine.line(timeout).split(" ")
         if word == "STAT":
             self.stats.append(json.loads(" ".join(rest)))
+            return word, None
+        if word in ("WANT", "PARKED", "RESTORED", "XERR"):
+            self.transfers.append([word, *rest])
             return word, None
         if word == "YIELDED":
             slot, held = int(rest[0]), int(rest[1])

@@ -108,7 +108,13 @@ def gen(ids: Sequence[int], max_new: int, **keys: Any) -> str:
 class Engine:
     """One engine process. `with Engine(...) as e` waits for READY and ends it, checking that it ends well."""
 
-    def __init__(self, *args: str | Path, model: str | Path | None = MODEL, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *args: str | Path,
+        model: str | Path | None = MODEL,
+        env: dict[str, str] | None = None,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
         command = [str(ENGINE), *(["--model", str(model)] if model else []), *map(str, args)]
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         self.process = subprocess.Popen(
@@ -117,6 +123,7 @@ class Engine:
             stdout=subprocess.PIPE,
             stderr=self._stderr,
             env={**os.environ, **(env or {})},
+            pass_fds=tuple(pass_fds),
         )
         self._lines: queue.Queue[str | None] = queue.Queue()
         self._reading = threading.Event()
@@ -164,6 +171,13 @@ class Engine:
             self._lines.put(None)
             raise AssertionError(f"the engine ended ({self.process.poll()})\n{self.stderr()}")
         return line
+
+    def has_line(self, timeout: float = 0) -> bool:
+        """Whether a line is there, or comes within that time."""
+        end = time.monotonic() + timeout
+        while self._lines.empty() and time.monotonic() < end:
+            time.sleep(0.001)
+        return not self._lines.empty()
 
     def rest(self, timeout: float = 20) -> list[str]:
         """All lines up to the end of the output."""

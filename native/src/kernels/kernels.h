@@ -92,5 +92,7 @@ int st_kv_find(const char *name);
 /* Key and value rows of a head into slot 0..63 of its block; attention over them. Not for int8. hd is at most 1024. */
 void st_store_float(int kv, int hd, int slot, const float *key, const float *value, uint8_t *head);
 void st_attend_float(const st_attend *a, int kv);
+/* Zero the positions from `from` (0..64) on of a head's block, of any type. */
+void st_kv_clear(int kv, int hd, int from, uint8_t *head);
 
 #endif

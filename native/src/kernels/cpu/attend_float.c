@@ -79,3 +79,25 @@ size_t st_kv_bytes(int kv, int hd) {
     if (kv == ST_KV_INT8) return st_kv_head_bytes(hd);
     return (size_t)hd * 2 * ST_POSBLOCK * (kv == ST_KV_F32 ? sizeof(float) : sizeof(uint16_t));
 }
+
+/* ---- positions that are nobody's ------------------------------------------------------------------------------ */
+
+/* Positions [from, 64) of rows that are 64 positions of `each` bytes wide. */
+static void clear_rows(uint8_t *rows, size_t n, size_t each, int from) {
+    for (size_t r = 0; r < n; r++) memset(rows + (r * ST_POSBLOCK + (size_t)from) * each, 0, (size_t)(ST_POSBLOCK - from) * each);
+}
+
+static void clear_int8(int hd, int from, uint8_t *head) {
+    size_t groups = (size_t)(hd + ST_KVGROUP - 1) / ST_KVGROUP, width = (size_t)hd, four = (size_t)(from + 3) / 4 * 4;
+    uint8_t *v = head + st_kv_v_offset(hd);
+    clear_rows(head, width / 4, 4, from);
+    for (size_t j = 0; from % 4 && j < width; j++) memset(v + ((size_t)(from / 4) * width + j) * 4 + from % 4, 0, (size_t)(4 - from % 4));
+    memset(v + four * width, 0, (ST_POSBLOCK - four) * width);
+    clear_rows(head + st_kv_kscale_offset(hd), 2 * groups, 2, from);
+}
+
+void st_kv_clear(int kv, int hd, int from, uint8_t *head) {
+    size_t row = (size_t)hd * (kv == ST_KV_F32 ? sizeof(float) : sizeof(uint16_t));
+    if (kv == ST_KV_INT8) clear_int8(hd, from, head);
+    else clear_rows(head, 2, row, from);
+}
